@@ -2,12 +2,14 @@
 SHELL := /bin/bash
 PYTHON ?= python3
 BIN := .venv/bin
-# Without bytecode of 25,000 files, most of which never run: the others get theirs when they do.
+# Without bytecode of 25,000 files, most of which never run: the others get theirs when they do,
+# or every process would compile the libraries that it imports.
+unexport PYTHONDONTWRITEBYTECODE
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
 # Groups of tests with real processes that take minutes; each has a target of its own.
-TRAINING = chaos train_sharded train_zero
-SERVING = serve_api browser generate
+TRAINING = chaos train_sharded train_zero launch train trl calibrate extending
+SERVING = serve_api browser generate farm quantize
 TRACING = tracing
 KERNELS = kernels
 CLUSTER = cluster
@@ -19,7 +21,7 @@ ON_CLUSTER = tests/integration/$(CLUSTER)
 SPEEDS = $(ON_CLUSTER)/test_cluster_stage.py::test_the_chosen_way_is_near_the_best
 ON_SLURM = $(foreach file,farm inventory lab submit,$(ON_CLUSTER)/test_cluster_$(file).py)
 
-.PHONY: help install demo test test-bare test-training test-serving test-tracing test-long test-kernels test-cluster test-slurm test-hosts check bench format docs clean
+.PHONY: help install demo demo-full test test-bare test-training test-serving test-tracing test-long test-kernels test-cluster test-slurm test-hosts test-gpu check bench format docs site clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -38,13 +40,16 @@ install: .venv/.installed  ## make .venv with everything the project needs
 demo: install  ## the main job on a CPU with a real small model: no GPU, no hub
 	PATH="$(CURDIR)/$(BIN):$$PATH" bash scripts/demo.sh
 
+demo-full: install  ## the same with harder questions, more training and more formats
+	PATH="$(CURDIR)/$(BIN):$$PATH" DEMO_FULL=1 bash scripts/demo.sh
+
 test: install test-bare  ## every test that needs no GPU
 	$(BESIDE) $(foreach group,$(HEAVY),--ignore tests/integration/$(group))
 
 test-training: install  ## runs that are killed, starved, cut off and sharded: real processes, minutes
 	$(BESIDE) $(addprefix tests/integration/,$(TRAINING))
 
-test-serving: install  ## the HTTP API under load, the page in a browser, killed batches: minutes
+test-serving: install  ## the HTTP API under load, the page in a browser, killed batches, 4-bit files: minutes
 	$(BESIDE) $(addprefix tests/integration/,$(SERVING))
 
 test-tracing: install  ## traces of many real models, strategies and shardings: minutes
@@ -72,6 +77,10 @@ test-slurm: install
 test-hosts: install
 	$(BIN)/python -m pytest $(ON_CLUSTER) $(addprefix --ignore ,$(ON_SLURM)) --deselect $(SPEEDS)
 
+# With the torch of that machine: a CUDA build is what these tests are about.
+test-gpu:  ## engines, packed rows and every family's first plan on a CUDA GPU, where there is one
+	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu
+
 test-bare: install  ## the planner in an environment that has no torch
 	$(BIN)/python scripts/test_bare.py
 
@@ -90,10 +99,12 @@ bench: install  ## predicted against published memory and time; fails if it got 
 	$(BIN)/python benchmarks/closed_form_vs_trace.py --check
 	$(BIN)/python benchmarks/published_memory.py --check
 	$(BIN)/python benchmarks/published_time.py --check
+	$(BIN)/python benchmarks/other_trainers.py --check
 	$(BIN)/python benchmarks/farm_simulation.py --check
 	$(BIN)/python benchmarks/h200_throughput.py --check
 	$(BIN)/python benchmarks/h200_sweep.py --check
 	$(BIN)/python benchmarks/measure_demo_step.py --check
+	$(BIN)/python benchmarks/measure_cli_seconds.py --check
 
 format: install  ## let ruff rewrite what it can
 	$(BIN)/ruff format .
@@ -103,5 +114,8 @@ docs: install  ## write docs/cli.md again from --help
 	$(BIN)/python scripts/write_cli_docs.py
 	$(BIN)/python scripts/write_readme.py
 
+site: install  ## the documentation as a static site, build/site/index.html, with a gallery
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
 clean:  ## remove what the targets made
-	rm -rf .venv demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf .venv build demo-out .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -10,7 +10,9 @@ from itertools import combinations
 from typing import Any
 
 from tightfit.core.dtypes import Dtype
-from tightfit.core.strategy import Loss, Method, Optimizer, Strategy
+from tightfit.core.optimizers import Optimizer
+from tightfit.core.settings import Loss, Method
+from tightfit.core.strategy import Strategy
 
 NUM_LAST = 50
 """Steps at the end over which curves are compared."""

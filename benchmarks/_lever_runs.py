@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from _lever_cases import Case, in_fp32, make_strategy, relate
-from tightfit.core.strategy import Method, Strategy
-from tightfit.core.training import Training
+from tightfit.core.settings import Method
+from tightfit.core.strategy import Strategy, Training
 from tightfit.data.packing import pack_best_fit
 from tightfit.data.token_store import EncodedRow
 from tightfit.runtime.libraries import silence_libraries
@@ -31,10 +31,9 @@ from tightfit.training.batches import (
     count_trained,
     to_device,
 )
-from tightfit.training.build import build_engine
 from tightfit.training.distributed import DistContext
-from tightfit.training.engine import TorchEngine
-from tightfit.training.step import StepPlan, mix_seed, train_step
+from tightfit.training.engine import TorchEngine, build_engine
+from tightfit.training.step import mix_seed, train_step
 
 NUM_HELD_OUT = 128
 """Rows at the end of the file that no run trains on."""
@@ -172,12 +171,13 @@ class CaseRun:
         sums, counts = [], []
         for step in range(self.setup.num_steps):
             batches, num_trained = self._deal(step)
-            numbers = StepPlan(
+            outcome = train_step(
+                engine,
+                batches,
                 num_trained_tokens=num_trained,
                 learning_rate=self._learning_rate * min(1.0, (step + 1) / WARM_UP_STEPS),
                 seeds=tuple(mix_seed(0, step, place) for place in range(len(batches))),
             )
-            outcome = train_step(engine, batches, numbers)
             if outcome.update.is_skipped:
                 raise RuntimeError(f"The gradients of step {step} are not finite.")
             sums.append(outcome.loss_sum)

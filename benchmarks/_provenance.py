@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tightfit.core.version import __version__
+from tightfit.core.packages import __version__
 
 
 def provenance(command: str) -> dict[str, str]:

@@ -6,9 +6,11 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+from tightfit.core.attention import Attention
 from tightfit.core.dtypes import Dtype
-from tightfit.core.strategy import Attention, Loss, Method, Offload, Sharding, Strategy
-from tightfit.core.strategy import Optimizer as Kind
+from tightfit.core.optimizers import Optimizer as Kind
+from tightfit.core.settings import Loss, Method, Offload, Sharding
+from tightfit.core.strategy import Strategy
 from tightfit.hardware.catalogue import find_gpu
 from tightfit.hardware.types import Gpu, Node
 from tightfit.models.resolve import resolve_model

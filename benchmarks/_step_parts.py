@@ -11,7 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tightfit.core.strategy import Method, Optimizer, Strategy
+from tightfit.core.optimizers import Optimizer
+from tightfit.core.settings import Method
+from tightfit.core.strategy import Strategy
 from tightfit.estimation.weights import num_trainable
 from tightfit.hardware.calibration import BACKWARD_FLOPS, CAUSAL_FLOPS, Calibration
 from tightfit.models.spec import ModelSpec
@@ -78,7 +80,7 @@ _FUSED = ("triton_", "compiledfunction", "liger", "rmsnorm")
 """Compiled layers, Liger's kernels and ours, whatever attention and loss have not claimed."""
 _CASTS = frozenset(
     f"_{name}{end}"
-    for name in ("TrainedProduct", "JoinedProducts", "FrozenProduct")
+    for name in ("TrainedProduct", "Fp8TrainedProducts", "JoinedProducts", "FrozenProduct")
     for end in ("", "Backward")
 )
 """Operations of `runtime/kernels/fp8.py` other than products."""

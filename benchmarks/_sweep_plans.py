@@ -19,7 +19,8 @@ from _throughput_jobs import JOBS
 from tightfit.api.options.training import PlanOptions
 from tightfit.api.plan import plan
 from tightfit.api.training.recipe import read_plan_job
-from tightfit.core.strategy import Offload, Sharding, Strategy
+from tightfit.core.settings import Offload, Sharding
+from tightfit.core.strategy import Strategy
 from tightfit.hardware.types import Cluster
 from tightfit.planning.plan import Plan
 from tightfit.planning.ranking import rank_estimate
@@ -42,12 +43,12 @@ def plan_job(name: str, on: str, *, is_traced: bool, has_every_size: bool) -> di
         method=asked.method,
         seq_len=asked.seq_len,
         effective_batch=asked.num_rows,
-        trace=None if is_traced else False,
+        trace=is_traced,
     )
     result = plan(options)
     assert result.cluster is not None, "a job, not a saved plan"
     first = result.best
-    request = read_plan_job(options).request
+    _, request = read_plan_job(options)
     others = list_settings(request, result.cluster, has_every_size=has_every_size)
     return {
         "is_calibrated": first.hardware.node.gpu.measured is not None,

@@ -7,7 +7,8 @@ from typing import Any
 
 from _throughput_jobs import SEED, Job
 from tightfit.core.dtypes import Dtype
-from tightfit.runtime.load import LoadRequest, load_base
+from tightfit.core.strategy import Strategy
+from tightfit.runtime.load import load_base
 
 
 def draw_base(job: Job, folder: Path, *, device: str, attention: str) -> Any:
@@ -16,10 +17,10 @@ def draw_base(job: Job, folder: Path, *, device: str, attention: str) -> Any:
 
     torch.manual_seed(SEED)
     weights = Dtype.NF4 if job.method == "qlora" else Dtype.BF16
-    request = LoadRequest(
-        weights=weights, compute=Dtype.BF16, attention=attention, random_weights=True
+    strategy = Strategy(weights=weights, compute=Dtype.BF16)
+    model: Any = load_base(
+        folder, strategy, torch.device(device), random_weights=True, attention=attention
     )
-    model: Any = load_base(folder, request, torch.device(device))
     if job.method == "qlora":
         from transformers.quantizers.auto import AutoHfQuantizer
 

@@ -24,26 +24,24 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 
 from _trace_jobs import Job, list_micro_batches
 from tightfit.core.dtypes import Dtype
-from tightfit.core.strategy import Loss, Optimizer, Strategy
-from tightfit.core.training import DEFAULT_LEARNING_RATES, Training
+from tightfit.core.optimizers import Optimizer
+from tightfit.core.settings import Loss
+from tightfit.core.strategy import Strategy, Training, default_learning_rate
 from tightfit.data.token_store import EncodedRow
 from tightfit.runtime.layers import decoder_layers
 from tightfit.runtime.load import (
-    LoadRequest,
     _make_random_quantized,
     list_quantizable,
     load_meta,
 )
 from tightfit.training.batches import Batch, collate_packed, collate_padded
-from tightfit.training.build import build_engine
 from tightfit.training.distributed import DistContext
-from tightfit.training.engine import TorchEngine
-from tightfit.training.model import Objective, make_load_request, prepare_model
-from tightfit.training.optimizers import build_optimizer
+from tightfit.training.engine import TorchEngine, build_engine
+from tightfit.training.model import Objective, build_optimizer, prepare_model
 from tightfit.training.sharding import (
+    SentTensor,
     Sharder,
     WeightReceiver,
-    _SentTensor,
     quantize_meta_model,
     split_quantized,
 )
@@ -85,7 +83,7 @@ def write_config(job: Job, folder: Path, *, is_tiny: bool) -> None:
 def make_training(job: Job, folder: Path) -> Training:
     return Training(
         model_path=str(folder),
-        learning_rate=DEFAULT_LEARNING_RATES[job.strategy.method],
+        learning_rate=default_learning_rate(job.strategy.method, job.strategy.optimizer),
         random_weights=True,
     )
 
@@ -198,12 +196,13 @@ def draw_sharded(job: Job, training: Training, context: DistContext) -> Objectiv
 
     The check of packed weights is left out: what a fake group gathers is not what was packed.
     """
-    request = make_load_request(job.strategy, training)
-    skeleton: Any = load_meta(Path(training.model_path), request)
-    if request.weights is Dtype.NF4:
-        quantize_meta_model(skeleton, [name for name, _ in list_quantizable(skeleton)], request)
+    torch.manual_seed(training.seed)
+    skeleton: Any = load_meta(Path(training.model_path), job.strategy)
+    if job.strategy.weights is Dtype.NF4:
+        names = [name for name, _ in list_quantizable(skeleton)]
+        quantize_meta_model(skeleton, names, job.strategy)
     module = Objective.from_strategy(prepare_model(skeleton, job.strategy, training), job.strategy)
-    source: Any = DrawnSource(module, request, context.device)
+    source: Any = DrawnSource(module, job.strategy, context.device)
     filler, sharder = WeightReceiver(module, source, context.device), Sharder(job.strategy, context)
     for layer in decoder_layers(module):
         filler.fill(layer)
@@ -216,26 +215,26 @@ def draw_sharded(job: Job, training: Training, context: DistContext) -> Objectiv
 class DrawnSource:
     """Replaces rank 0's tensors: each is drawn on access."""
 
-    def __init__(self, module: nn.Module, request: LoadRequest, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, strategy: Strategy, device: torch.device) -> None:
         self._module = module
-        self._request = request
+        self._strategy = strategy
         self._device = device
         self._tensors = dict([*module.named_parameters(), *module.named_buffers()])
-        self._packed: dict[tuple[int, int], _SentTensor] = {}
+        self._packed: dict[tuple[int, int], SentTensor] = {}
 
-    def items(self) -> Iterator[tuple[str, _SentTensor]]:
+    def items(self) -> Iterator[tuple[str, SentTensor]]:
         """Names and shapes; the values of packed matrices are those of the first of a shape."""
         for name, tensor in self._tensors.items():
             owner: Any = self._module.get_submodule(name.rpartition(".")[0])
             if type(tensor).__name__ != "Params4bit":
-                yield name, _SentTensor(values=tensor.detach(), statistics={})
+                yield name, (tensor.detach(), {})
                 continue
             shape = (owner.in_features, owner.out_features)
             if shape not in self._packed:
                 self._packed[shape] = self._pack(owner)
             yield name, self._packed[shape]
 
-    def pop(self, name: str) -> _SentTensor:
+    def pop(self, name: str) -> SentTensor:
         self._packed.clear()
         tensor = self._tensors.pop(name)
         if type(tensor).__name__ == "Params4bit":
@@ -245,13 +244,12 @@ class DrawnSource:
             values.normal_(0.0, DRAWN_SPREAD)
         else:
             values.zero_()
-        return _SentTensor(values=values, statistics={})
+        return (values, {})
 
-    def _pack(self, owner: Any) -> _SentTensor:
+    def _pack(self, owner: Any) -> SentTensor:
         plain = nn.Linear(owner.in_features, owner.out_features, bias=False, device="meta")
-        drawn: Any = _make_random_quantized(plain, self._request, self._device)
-        values, statistics = split_quantized(drawn.weight)
-        return _SentTensor(values=values, statistics=statistics)
+        drawn: Any = _make_random_quantized(plain, self._strategy, self._device)
+        return split_quantized(drawn.weight)
 
 
 def make_batches(job: Job, vocab_size: int) -> list[Batch]:

@@ -31,12 +31,12 @@ from _trace_build import (
     write_config,
 )
 from _trace_jobs import Job
-from tightfit.core.training import Training
-from tightfit.runtime.devices import is_out_of_memory
+from tightfit.core.strategy import Training
+from tightfit.runtime.libraries import is_out_of_memory
 from tightfit.training.batches import Batch, count_trained, to_device
 from tightfit.training.distributed import DistContext
 from tightfit.training.engine import TorchEngine
-from tightfit.training.step import StepPlan, mix_seed, train_step
+from tightfit.training.step import mix_seed, train_step
 
 MEASURE, EVENTS, CAP, SURVIVING = "measure", "events", "cap", "surviving"
 MODES = (MEASURE, EVENTS, CAP, SURVIVING)
@@ -82,15 +82,16 @@ class Run:
 
     def step(self, number: int) -> dict[str, float]:
         """As the training loop does one, from host tensors to a loss that is known."""
-        numbers = StepPlan(
+        self.gauge.wait()
+        start = time.perf_counter()
+        batches = [to_device(batch, self.context) for batch in self.batches]
+        outcome = train_step(
+            self.engine,
+            batches,
             num_trained_tokens=sum(self.num_trained) * self.job.num_ranks,
             learning_rate=LEARNING_RATE,
             seeds=tuple(mix_seed(0, number, index, 0) for index in range(len(self.batches))),
         )
-        self.gauge.wait()
-        start = time.perf_counter()
-        batches = [to_device(batch, self.context) for batch in self.batches]
-        outcome = train_step(self.engine, batches, numbers)
         loss = float(outcome.loss_sum) / sum(self.num_trained)
         self.gauge.wait()
         seconds = time.perf_counter() - start

@@ -23,10 +23,10 @@ def prepare_process() -> None:
 def trace_peak(job: dict[str, Any]) -> dict[str, Any]:
     """The tensors alive at the peak of the steps, or `problem`: why the job cannot be traced."""
     # Imported here: torch takes seconds, and the environment must be set before.
-    from tightfit.training.tracing import record
+    from tightfit.training.tracing import trace
     from tightfit.training.tracing.trace import CannotTraceError
 
-    record.NUM_STEPS = NUM_STEPS
+    trace.NUM_STEPS = NUM_STEPS
     try:
         return _trace(TraceJob.model_validate(job))
     except (CannotTraceError, UserError) as error:
@@ -39,9 +39,8 @@ def trace_peak(job: dict[str, Any]) -> dict[str, Any]:
 def _trace(job: TraceJob) -> dict[str, Any]:
     from tightfit.trace.caching_allocator import AllocatorSettings
     from tightfit.trace.recording import describe_peak
-    from tightfit.training.tracing.trace import DepthTracer, check_traceable, replay_unlimited
+    from tightfit.training.tracing.trace import DepthTracer, replay_unlimited
 
-    check_traceable(job.strategy)
     tracer = DepthTracer(job)
     recording = tracer.record(job.strategy.count_recomputed(tracer.num_layers))
     replayed = replay_unlimited(recording, AllocatorSettings())

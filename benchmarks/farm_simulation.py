@@ -14,6 +14,7 @@ import heapq
 import itertools
 import json
 import random
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -21,10 +22,14 @@ from pathlib import Path
 from typing import Any
 
 from _provenance import write_result
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+
+from memory_store import MemoryStore
 from tightfit.farming.folder import ChunkLayout, choose_chunk_layout, done_path
 from tightfit.farming.heartbeat import choose_heartbeat_seconds
 from tightfit.farming.leases import FINISHED, Lease, Leases
-from tightfit.farming.store import FolderStore, MemoryStore
+from tightfit.farming.store import FolderStore
 from tightfit.farming.worker import POLL_SECONDS, WORKERS_PER_POLL_SECOND
 
 RESULT = Path(__file__).parent / "results" / "farm_simulation.json"

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from _provenance import write_result
-from tightfit.core.strategy import Method, Strategy
+from tightfit.core.settings import Method
+from tightfit.core.strategy import Strategy
 from tightfit.core.units import GIB
 from tightfit.estimation.flops import estimate_step_flops
 from tightfit.hardware.resolve import resolve_hardware

@@ -26,7 +26,7 @@ from tightfit.core.units import GIB
 from tightfit.hardware.calibration import Calibration
 from tightfit.hardware.catalogue import find_gpu
 from tightfit.hardware.types import Gpu
-from tightfit.trace.operations import OperationLog
+from tightfit.trace.result import OperationLog
 from tightfit.trace.traced_time import estimate_traced_time
 
 RESULTS = Path(__file__).resolve().parent / "results"

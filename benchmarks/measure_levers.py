@@ -82,7 +82,7 @@ def tokenize(sources: list[Path], model: str, path: Path) -> int:
     import numpy as np
 
     from _lever_runs import write_rows
-    from tightfit.core.training import DataSource
+    from tightfit.core.strategy import DataSource
     from tightfit.data.encode import EncodeRequest, encode_dataset
     from tightfit.runtime.model_files import locate_model
 

@@ -36,7 +36,8 @@ from measure_trace import (
     set_environment,
 )
 from tightfit.core.files import write_atomic
-from tightfit.core.strategy import Optimizer, Strategy
+from tightfit.core.optimizers import Optimizer
+from tightfit.core.strategy import Strategy
 
 SOMEWHERE = "H200"
 """What is planned for where there is no GPU to plan for."""
@@ -105,7 +106,7 @@ def attempt(task: Task) -> Row:
     """`run_steps`, with its faults as part of the answer."""
     import torch
 
-    from tightfit.runtime.devices import is_out_of_memory
+    from tightfit.runtime.libraries import is_out_of_memory
 
     torch.set_num_threads(1 if task.device == "cpu" else 8)
     try:

@@ -47,7 +47,7 @@ TRACED: dict[str, tuple[dict[str, Any], bool]] = {
 """By name: the strategy, and whether every layer runs."""
 COMMANDS: dict[str, list[str]] = {
     "command": ["estimate", MODEL, "--on", CARD, "--trace", "--json"],
-    "plan": ["plan", "Llama-3.1-8B", "--on", "RTX-4090", "--top", "1", "--json"],
+    "plan": ["plan", "Llama-3.1-8B", "--on", "RTX-4090", "--top", "1", "--trace", "--json"],
 }
 
 

@@ -53,7 +53,7 @@ def ask_plan(name: str, device: str, *, is_traced: bool) -> Job:
     words = [sys.executable, "-m", "tightfit", "plan", model, "--method", asked.method]
     words += ["--on", "here" if device == "cuda" else SOMEWHERE, "--top", "1", "--json"]
     words += ["--effective-batch", str(asked.num_rows), "--seq-len", str(asked.seq_len)]
-    words += ["--trace" if is_traced else "--no-trace"]
+    words += ["--trace"] * is_traced
     words += ["--set", f"{setting}=true"] if setting else []
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:

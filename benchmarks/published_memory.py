@@ -4,8 +4,8 @@
     .venv/bin/python benchmarks/published_memory.py --check    # fails if it misses or got worse
     .venv/bin/python benchmarks/published_memory.py --rows     # every row, worst first
 
-`published/README.md` says where the rows come from and how each was translated.
-Nothing here or in the estimator knows about a row or a source.
+`published/README.md` says where the rows come from and how each was translated. Every prediction is
+`tightfit estimate` with options that its command line has; `--trainer` names the software.
 """
 
 from __future__ import annotations
@@ -20,18 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from _provenance import provenance
-from tightfit.core.strategy import Quirks, Strategy
+from tightfit.api.estimate import estimate
 from tightfit.core.units import GIB
-from tightfit.estimation.memory import (
-    estimate_moments,
-    judge_fit,
-    list_reserved_components,
-    peak_moment,
-)
 from tightfit.estimation.result import Verdict
-from tightfit.hardware.catalogue import find_gpu
-from tightfit.models.resolve import resolve_model
-from tightfit.models.spec import ModelSpec
 
 HERE = Path(__file__).resolve().parent
 JOBS = HERE / "published" / "jobs.jsonl"
@@ -42,9 +33,6 @@ NINETIETH_LIMIT = 0.25
 CLASSIFIED_LIMIT = 0.95
 MIN_ROWS = 120
 NOISE = 0.002
-HOLDS_LOGITS = ("fms-acceleration", "litgpt")
-"""Whose steps hold logits beside what the loss reads: transformers before 4.45 reads a shifted
-copy, and litgpt's loop keeps the variable."""
 """A change of the median smaller than this is not "worse"."""
 
 
@@ -60,6 +48,7 @@ class Outcome:
     predicted_bytes: int
     moment: str
     verdict: Verdict
+    reason: str
     observed_outcome: str | None
 
     @property
@@ -71,10 +60,14 @@ class Outcome:
     def is_classified(self) -> bool | None:
         """An OOM must not be a comfortable `fits`, a run must not be `does_not_fit`."""
         if self.observed_outcome == "oom":
-            return self.verdict is not Verdict.FITS
+            return not self.is_false_fit
         if self.observed_outcome == "fits":
-            return self.verdict is not Verdict.DOES_NOT_FIT
+            return self.verdict in (Verdict.FITS, Verdict.TIGHT)
         return None
+
+    @property
+    def is_false_fit(self) -> bool:
+        return self.observed_outcome == "oom" and self.verdict is Verdict.FITS
 
 
 def read_jobs() -> tuple[list[dict[str, Any]], Counter[str]]:
@@ -84,73 +77,33 @@ def read_jobs() -> tuple[list[dict[str, Any]], Counter[str]]:
     return [job for job in jobs if not job.get("excluded_because")], left_out
 
 
-def make_strategy(job: dict[str, Any]) -> Strategy:
-    stated = set(job) & set(Strategy.model_fields) - {"checkpointing"}
-    fields = {name: job[name] for name in stated if job[name] is not None}
-    targets = fields.get("lora_targets")
-    if isinstance(targets, str):
-        fields["lora_targets"] = (targets,)
-    return Strategy(
-        **fields,
-        checkpointing=job["checkpointing"] != "none",
-        gpus_per_node=job["gpus"],
-        quirks=Quirks(
-            **{name: job[name] for name in Quirks.model_fields if name in job},
-            keeps_logits=any(name in job["source"] for name in HOLDS_LOGITS),
-            padding_mask=True,
-        ),
-    )
-
-
-def make_spec(job: dict[str, Any]) -> ModelSpec:
-    """The catalogue's model, changed where the source has modelling code of its own."""
-    stated = {k: v for k, v in job.get("extras", {}).items() if k in ModelSpec.model_fields}
-    return resolve_model(job["model"]).model_copy(update=stated)
-
-
 def predict(job: dict[str, Any]) -> Outcome:
-    strategy = make_strategy(job)
-    moments = estimate_moments(make_spec(job), strategy)
-    peak = peak_moment(moments)
-    held = list_reserved_components(peak, moments, strategy)
+    """What `tightfit estimate` says of the job, by the options that a user would type."""
+    found = estimate(**job["estimate"])
+    gpu, strategy = found.estimate.gpu, found.strategy
     by_kind = {
-        "allocated": peak.allocated_bytes,
-        "active": peak.allocated_bytes,
-        "reserved": sum(held.values()) - held["cuda_context"],
-        "device": sum(held.values()),
+        "allocated": gpu.peak_allocated_bytes,
+        "active": gpu.peak_allocated_bytes,
+        "reserved": gpu.peak_reserved_bytes - gpu.components["cuda_context"],
+        "device": gpu.peak_reserved_bytes,
     }
-    capacity = _capacity_bytes(job)
     return Outcome(
         row=job["row"],
         source=job["source"].split(":")[0],
-        method=job["method"] if job["weights"] not in ("nf4", "int8", "gptq4") else "qlora",
+        method="qlora" if strategy.weights.is_quantized else strategy.method.value,
         label=_label(job),
-        observed_bytes=job.get("observed_bytes"),
+        observed_bytes=job["observed_bytes"],
         predicted_bytes=by_kind[job["observed_kind"] or "device"],
-        moment=peak.name,
-        verdict=judge_fit(
-            allocated_bytes=peak.allocated_bytes + held["cuda_context"],
-            reserved_bytes=sum(held.values()),
-            capacity_bytes=capacity or sum(held.values()),
-        ),
-        observed_outcome=job.get("outcome") if capacity else None,
+        moment=gpu.peak_phase,
+        verdict=found.estimate.verdict,
+        reason=found.estimate.reason,
+        observed_outcome=job["outcome"],
     )
-
-
-def _capacity_bytes(job: dict[str, Any]) -> int | None:
-    """None where the source does not say which card it was: then only its memory is compared."""
-    if job.get("gpu_memory_gib"):
-        return int(job["gpu_memory_gib"] * GIB)
-    return find_gpu(job["gpu"]).memory_bytes if job.get("gpu") else None
 
 
 def _label(job: dict[str, Any]) -> str:
-    shape = f"{job['micro_batch']}x{job['seq_len']}"
-    kernels = " fused" if job.get("fused_kernels") else ""
-    return (
-        f"{job['model'].split('/')[-1]} {job['method']} {job['weights']}/{job['compute']} {shape} "
-        f"{job['sharding']}{job['gpus']} {job['loss']}{kernels} [{job['observed_kind']}]"
-    )
+    """The options of the command."""
+    return " ".join(f"{name}={value}" for name, value in job["estimate"].items())
 
 
 def quantile(values: list[float], fraction: float) -> float:
@@ -168,6 +121,7 @@ def summarise(outcomes: list[Outcome]) -> dict[str, Any]:
         "outcome_rows": len(classified),
         "classified_right": round(sum(classified) / len(classified), 4) if classified else None,
         "oom_rows": sum(o.observed_outcome == "oom" for o in outcomes),
+        "false_fits": sum(o.is_false_fit for o in outcomes),
     }
 
 
@@ -224,7 +178,7 @@ def main() -> int:
         for o in sorted(outcomes, key=lambda o: -abs(o.error or 0)):
             seen = f"{o.observed_bytes / GIB:7.2f}" if o.observed_bytes else f"{'-':>7}"
             error = f"{o.error:+7.1%}" if o.error is not None else f"{'':7}"
-            wrong = " WRONG " + str(o.observed_outcome) if o.is_classified is False else ""
+            wrong = f" WRONG {o.observed_outcome} {o.reason}" if o.is_classified is False else ""
             print(
                 f"{o.row:4} {seen} {o.predicted_bytes / GIB:7.2f} {error} {o.moment:12} {o.label} "
                 f"{o.verdict.value}{wrong}"

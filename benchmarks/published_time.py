@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from _provenance import provenance
+from tightfit.api.estimate import estimate
 from tightfit.core.errors import UserError
 from tightfit.core.strategy import Strategy
 from tightfit.estimation.result import StepTime
@@ -102,42 +103,25 @@ def network_of(gpu: str) -> float | None:
     return next((speed for name, speed in CLUSTER_NETWORK.items() if name in gpu), None)
 
 
-STRATEGY_FIELDS = (
-    *(
-        "method",
-        "weights",
-        "double_quant",
-        "compute",
-        "autocast",
-        "adapter_dtype",
-        "lora_rank",
-        "optimizer",
-    ),
-    *("micro_batch", "seq_len", "grad_accum", "packing", "attention"),
-    *("loss", "fused_kernels", "compile", "sharding", "offload", "train_embeddings"),
-)
-
-
 def case_from_job(job: dict[str, Any], row: Row) -> Case:
+    """The job as `tightfit estimate` reads its options, on nodes with the network of their time."""
     if any(row["source"].startswith(source) for source in VARYING_LENGTHS):
         raise ExcludedError("real row lengths not stated")
-    if job.get("gpu") is None:
+    if job["outcome"] is None:
         raise ExcludedError("GPU not in the catalogue")
-    options = {key: job[key] for key in STRATEGY_FIELDS if key in job}
-    targets = job.get("lora_targets") or "all-linear"
-    options["lora_targets"] = (targets,) if isinstance(targets, str) else tuple(targets)
-    options["checkpointing"] = job["checkpointing"] == "full"
+    found = estimate(**job["estimate"])
+    gpu = found.group.node.gpu.name
     stated = re.search(r"(\d+) node\(s\)", row["notes"])
-    node, spread = place(job["gpu"], job["gpus"], int(stated[1]) if stated else None)
-    strategy = Strategy(**options, **spread)
+    node, spread = place(gpu, found.strategy.world_size, int(stated[1]) if stated else None)
+    strategy = found.strategy.model_copy(update=spread)
     return Case(
         group=row["source"].split("@")[0].split("#")[0],
-        label=f"{job['model']} {describe(strategy)}",
-        spec=resolve_model(job["model"]),
+        label=f"{found.spec.name} {describe(strategy)}",
+        spec=found.spec,
         strategy=strategy,
         node=node,
         tokens_per_second=measured_tokens_per_second(row, strategy),
-        network_bytes_per_second=network_of(job["gpu"]),
+        network_bytes_per_second=network_of(gpu),
     )
 
 

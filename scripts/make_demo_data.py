@@ -1,10 +1,11 @@
 """Write a small text-to-SQL dataset with its SQLite databases: same questions, same files.
 
-    python scripts/make_demo_data.py demo-out/text_to_sql
+    python scripts/make_demo_data.py demo-out/text_to_sql           questions of 6 kinds, one table
+    python scripts/make_demo_data.py demo-out/text_to_sql --full    of 15 kinds, one table or two
 
 Makes train.jsonl, dev.jsonl, test.jsonl and databases/NAME.sqlite there, from
 examples/text_to_sql/questions.yaml. Development and test ask about tables that training never
-shows, in phrasings that training never uses.
+shows; with --full also in phrasings that training never uses.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -24,7 +26,9 @@ QUESTIONS = yaml.safe_load(
     (Path(__file__).parents[1] / "examples" / "text_to_sql" / "questions.yaml").read_text()
 )
 SYSTEM = "Answer the question with one SQLite query."
-NUM_ROWS = {"train": 360, "dev": 60, "test": 60}
+NUM_ROWS = {"train": 240, "dev": 12, "test": 60}
+NUM_PHRASINGS = 4
+NUM_FULL_ROWS = {"train": 360, "dev": 60, "test": 60}
 NUM_PARENTS = 8
 NUM_RECORDS = 40
 
@@ -61,26 +65,29 @@ class Database:
 
 
 def main() -> None:
-    out = Path(sys.argv[1])
+    out, is_full = Path(sys.argv[1]), "--full" in sys.argv[2:]
+    intents = [item for item in QUESTIONS["intents"] if is_full or "is_short" in item]
     (out / "databases").mkdir(parents=True, exist_ok=True)
-    for part, num_rows in NUM_ROWS.items():
-        databases = read_tables(QUESTIONS["tables"][part])
+    for part, num_rows in (NUM_FULL_ROWS if is_full else NUM_ROWS).items():
+        databases = read_tables(QUESTIONS["tables"][part], with_parents=is_full)
         for database in databases:
             write_database(database, out / "databases" / f"{database.name}.sqlite")
-        rows = make_rows(part, databases, num_rows)
+        for intent in intents:
+            intent["ask"] = intent[part] if is_full else intent["train"][:NUM_PHRASINGS]
+        rows = make_rows(part, databases, intents, num_rows)
         path = out / f"{part}.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         print(f"{path}: {num_rows} questions about {len(databases)} databases")
 
 
-def read_tables(text: str) -> list[Database]:
+def read_tables(text: str, *, with_parents: bool) -> list[Database]:
     """The databases that the text describes, filled."""
     databases = []
     for line in text.strip().splitlines():
         main_text, _, parent_text = line.partition(" < ")
         name, parent_name = main_text.partition(":")[0], parent_text.partition(":")[0]
         rng = random.Random(name)
-        if not parent_text:
+        if not (parent_text and with_parents):
             databases.append(Database(name=name, main=make_table(main_text, rng, NUM_RECORDS)))
             continue
         link = f"{parent_name.removesuffix('s')}_id"
@@ -149,11 +156,13 @@ def finds_something(database: Database, sql: str) -> bool:
         return bool(connection.execute(sql).fetchall())
 
 
-def make_rows(part: str, databases: list[Database], num_rows: int) -> list[dict[str, str]]:
+def make_rows(
+    part: str, databases: list[Database], intents: list[dict[str, Any]], num_rows: int
+) -> list[dict[str, str]]:
     """Questions of every kind in turn, none twice, in random order."""
     rng = random.Random(part)
     rows: dict[str, dict[str, str]] = {}
-    for intent in itertools.cycle(QUESTIONS["intents"]):
+    for intent in itertools.cycle(intents):
         if len(rows) == num_rows:
             break
         needs_parent = "JOIN" in intent["sql"]
@@ -162,7 +171,7 @@ def make_rows(part: str, databases: list[Database], num_rows: int) -> list[dict[
         answer = intent["sql"].format(**fields) + ";"
         if not finds_something(database, answer):
             continue
-        question = rng.choice(intent[part]).format(**fields)
+        question = rng.choice(intent["ask"]).format(**fields)
         rows[f"{database.name} {question}"] = {
             "db_id": database.name,
             "system": SYSTEM,

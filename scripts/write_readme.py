@@ -19,7 +19,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", ROOT / "docs" / "accuracy.md", ROOT / "docs" / "after-training.md"]
+PAGES = [
+    ROOT / "README.md",
+    *(ROOT / "docs" / f"{name}.md" for name in ("accuracy", "after-training", "speed")),
+]
 RESULTS = ROOT / "benchmarks" / "results"
 TRAINING = RESULTS / "h200_training.json"
 """Whole runs, measured by benchmarks/measure_training.py."""
@@ -27,6 +30,8 @@ GENERATION = RESULTS / "h200_generation.json"
 """`tightfit generate` and its peers, measured by benchmarks/measure_generation.py."""
 ARTEFACTS = RESULTS / "artefacts.json"
 """What each step after training loses, measured by benchmarks/measure_artefacts.py."""
+CLI_SECONDS = RESULTS / "cli_seconds.json"
+"""Commands that only answer, measured by benchmarks/measure_cli_seconds.py."""
 MEMORY, SPEED = "GPU memory, reserved", "tokens per second"
 COLUMNS = 100
 BLOCK = re.compile(r"```console\n\$ (.+)\n(?:.*\n)*?```\n")
@@ -90,7 +95,8 @@ def make_figures() -> str:
     lines.append(
         f"Of {published['outcome_rows']:.0f} published runs and failures, "
         f"{published['classified_right']:.1%} are classified right "
-        f"({published['oom_rows']:.0f} of them were out of memory)."
+        f"({published['oom_rows']:.0f} of them were out of memory; "
+        f"{published['false_fits'] or 'none'} of those is said to fit)."
     )
     total = read("h200_trace.json")["total"]
     lines += [
@@ -148,7 +154,7 @@ def make_after_figures() -> str:
 
 def make_chain_figures(chain: dict[str, Any]) -> list[str]:
     lines = [
-        f"SmolLM2-135M as `make demo` tunes it, merged, then in other formats; "
+        f"SmolLM2-135M tuned on text-to-SQL, merged, then in other formats; "
         f"{chain['chain']['rows'][0]['num_positions']:,} tokens of wikitext-2 "
         f"(`benchmarks/results/{ARTEFACTS.name}`):",
         "",
@@ -191,7 +197,24 @@ def make_generation_figures() -> list[str]:
     return lines
 
 
+def make_cli_figures() -> str:
+    result = json.loads(CLI_SECONDS.read_text())
+    lines = [
+        f"CPU seconds of whole processes, user and system, the fastest of several runs on "
+        f"{result['num_cores']} cores (`benchmarks/results/{CLI_SECONDS.name}`; "
+        f"`benchmarks/measure_cli_seconds.py --check` fails above {result['limit_seconds']} s):",
+        "",
+        "| `tightfit ...` | with torch installed | without |",
+        "|---|---|---|",
+    ]
+    for row in result["rows"]:
+        bare = "needs tokenizers" if row["without_torch"] is None else f"{row['without_torch']} s"
+        lines.append(f"| `{row['command']}` | {row['with_torch']} s | {bare} |")
+    return "\n".join(lines) + "\n"
+
+
 MAKERS = {
+    "cli": make_cli_figures,
     "figures": make_figures,
     "traced": make_traced_figures,
     "runs": lambda: "\n".join(make_training_figures(json.loads(TRAINING.read_text()))) + "\n",

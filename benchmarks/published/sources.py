@@ -6,114 +6,64 @@ from typing import Any
 
 Job = dict[str, Any]
 
-# `defaults` are job fields that hold for every row of the source unless the row says otherwise.
+# `trainer`: whose record in `core/trainers.py` says what the source's software does; none for a
+# plain loop. `defaults`: options that its own scripts state, for every row unless the row says
+# otherwise.
 SOURCES: dict[str, dict[str, Any]] = {
     "QwenLM/Qwen": {
+        "trainer": "transformers@4.33",
         "defaults": {
             "weights": "bf16",
-            "compute": "bf16",
-            "autocast": True,
-            "adapter_dtype": "fp32",
-            "optimizer": "adamw-foreach",
             "attention": "flash",
-            "loss": "plain",
-            "narrow_loss": True,
-            "checkpointing": "full",
+            "checkpointing": True,
             "lora_rank": 64,
             "lora_targets": ["c_attn", "c_proj", "w1", "w2"],
             "lora_dropout": 0.05,
-            "reentrant": True,
         },
         "evidence": [
-            "finetune.py@2df8e8ac450f: optim adamw_torch; lora_r 64 on c_attn, c_proj, w1, w2; "
+            "finetune.py@2df8e8ac450f: HF Trainer; lora_r 64 on c_attn, c_proj, w1, w2; "
             "modules_to_save wte, lm_head for LoRA (emb); every example padded to model_max_length",
             "finetune/*.sh: --bf16 (--fp16 with GPTQ), --gradient_checkpointing; ds_config_zero2 "
             "for Q-LoRA and multi-node LoRA, ds_config_zero3 for full (DeepSpeed fused AdamW)",
             "README: CUDA 11.8, torch 2.0, flash attention 2, batch 1, accumulation 8",
-            "figures dated 2023-10-11 and 2023-11-30 (git log -S), when peft was 0.5 and 0.6: "
-            "lora/layer.py there leaves new adapter weights fp32",
-            "finetune.py: lora_dropout 0.05; modeling_qwen.py: torch checkpoints, then reentrant",
-            "accelerator.py:423@v0.24.1: no autocast under DeepSpeed, which casts the module",
-            "modeling_qwen.py as kept in tomaarsen/attention_sinks@0125bd63f2f4: weights cast to "
-            "bf16, cross entropy on 16-bit logits (autocast makes it fp32), a causal-mask buffer "
-            "of max_position_embeddings squared bytes",
+            "figures dated 2023-10-11 and 2023-11-30 (git log -S), when transformers was 4.34",
+            "finetune.py: lora_dropout 0.05",
             "unit: 162.0G over two 80 GiB cards is 81.0 each, impossible as GiB, so 1e9 bytes",
         ],
     },
     "AnswerDotAI/fsdp_qlora": {
+        "trainer": "fsdp-qlora",
         "defaults": {
             "weights": "bf16",
-            "compute": "bf16",
-            "adapter_dtype": "bf16",
-            "optimizer": "adamw-foreach",
-            "attention": "sdpa",
-            "loss": "plain",
-            "checkpointing": "full",
-            "lora_rank": 64,
             "lora_targets": ["k_proj", "q_proj", "v_proj", "up_proj", "down_proj", "gate_proj"],
-            "lora_dropout": 0.1,
-            "reentrant": True,
-            "flat_shards": True,
         },
         "evidence": [
-            "train.py@05ed9f2a60f9: precision bf16 without a mixed-precision policy, sdpa, "
-            "lora_rank 64, lora_target_modules all = k,q,v,up,down,gate, AdamW fused=False",
+            "train.py@05ed9f2a60f9: lora_target_modules all = k,q,v,up,down,gate, sdpa",
             "Linear4bit quant_type nf4, quant_storage bf16; compress_statistics defaults to True "
             "(bitsandbytes nn/modules.py), double quantization; lm_head and embeddings stay bf16",
             "dummy data: every sample is longer than context_length and cut to it",
-            "train.py: lora_dropout 0.1; benchmarks_03_2024.md: --reentrant_checkpointing True, "
-            "README: to avoid a bitsandbytes bug that takes much memory (#1270, there until "
-            "0.43.2); apply_activation_checkpointing puts the checkpoint inside the FSDP unit",
             "peak = torch.cuda.max_memory_reserved / 2**30; CPUOffload(offload_params=True) keeps "
             "parameters, gradients and the optimizer step on the host",
         ],
     },
     "Lightning-AI/litgpt": {
-        "defaults": {
-            "weights": "bf16",
-            "compute": "bf16",
-            "adapter_dtype": "bf16",
-            "optimizer": "adamw-foreach",
-            "attention": "sdpa",
-            "loss": "chunked",
-            "checkpointing": "none",
-            "extras": {"tie_embeddings": False},
-            "lora_dropout": 0.05,
-            "narrow_loss": True,
-            "flat_shards": True,
-            "mixes_frozen": True,
-            "no_sync": True,
-        },
+        "trainer": "litgpt@0.4",
+        "defaults": {"weights": "bf16", "lora_dropout": 0.05},
         "evidence": [
-            "finetune/lora.py@8641822 (resource tables) and litgpt/finetune/lora.py@26857050fe3f: "
-            "lm_head_chunk_size 128 and chunked_cross_entropy on bf16 logits, never upcast",
+            "finetune/lora.py@8641822 (resource tables) and litgpt/finetune/lora.py@26857050fe3f",
             "memory = torch.cuda.max_memory_allocated() / 1e9 (same files)",
-            "devices > 1: FSDP over Block with activation checkpointing of Block; one device: none",
-            "quantize: bitsandbytes PagedAdamW (32-bit); BitsandbytesPrecision gets no "
-            "ignore_modules, so lm_head is quantized too (its docstring)",
+            "BitsandbytesPrecision gets no ignore_modules, so lm_head is quantized too (its "
+            "docstring); it is counted in 16 bit",
             "resource tables: lora_r 8 on query and value; config_hub yaml: rank and targets below",
-            "embeddings are never tied: finetune refuses train.tie_embeddings",
-            "bitsandbytes 0.41.1 (resource tables), 0.42.0 (pyproject.toml@e7e8f7cf and before): "
-            "MatMul4Bit keeps its input until 0.43.2 (bitsandbytes #1270)",
+            "bitsandbytes 0.41.1 (resource tables), 0.42.0 (pyproject.toml@e7e8f7cf and before)",
             "lora_dropout 0.05 (finetune/lora.py@8641822; yaml files, gemma 0.1)",
-            "FSDP units are Blocks with adapters inside, so flat parameters mix frozen and "
-            "trained values; fabric.no_backward_sync while accumulating; batch_size 128, or "
-            "global_batch_size of the yaml",
-            "model.py: the plain MLP calls torch.nn.functional.gelu, one op also for Phi",
-            "model.py: logit softcapping (Gemma 2) computes the scores by hand, not with SDPA",
+            "batch_size 128, or global_batch_size of the yaml",
             "config_hub lora yaml all say devices: 1, so the 4xA10G rows used one GPU",
         ],
     },
     "pytorch/torchtune": {
-        "defaults": {
-            "weights": "bf16",
-            "compute": "bf16",
-            "adapter_dtype": "bf16",
-            "optimizer": "adamw",
-            "attention": "sdpa",
-            "loss": "plain",
-            "packing": True,
-        },
+        "trainer": "torchtune@0.4",
+        "defaults": {"weights": "bf16", "optimizer": "adamw", "packing": True},
         "evidence": [
             "README@1814feb17 (2024-11-18) names technique, batch 2, 4096 tokens, bf16; the 29 "
             "full configs with torch.optim.AdamW at that commit all set fused: True",
@@ -124,46 +74,25 @@ SOURCES: dict[str, dict[str, Any]] = {
         ],
     },
     "modelscope/ms-swift": {
-        "defaults": {
-            "weights": "bf16",
-            "compute": "bf16",
-            "autocast": True,
-            "adapter_dtype": "bf16",
-            "optimizer": "adamw-foreach",
-            "attention": "flash",
-            "loss": "plain",
-            "checkpointing": "full",
-            "lora_rank": 8,
-            "lora_dropout": 0.05,
-            "reentrant": True,
-        },
+        "trainer": "ms-swift@1.7",
+        "defaults": {"weights": "bf16", "attention": "flash", "checkpointing": True},
         "evidence": [
             "memory = torch.cuda.max_memory_reserved / 2**30: swift/trainers/trainers.py:47"
             "@97e4d198b, swift/trainers/mixin.py:522@d2b45ec8c6ac",
-            "swift/llm/utils/argument.py@97e4d198b: optim adamw_torch, nf4 with double "
-            "quantization; tuner.py there never calls prepare_model_for_kbit_training",
             "LoRATM@97e4d198b: qwen c_attn, llama2 q,k,v, chatglm query_key_value, baichuan W_pack",
-            "int4 (gptq) checkpoints are registered as float16; fix_fp16_trainable_bug makes their "
-            "adapters fp32",
             "only qwen, yi and zephyr are registered with support_flash_attn",
-            "Benchmark.md@97e4d198b: torch 2.1.1, bitsandbytes 0.41.3.post2 (keeps inputs of 4-bit "
-            "matrices, #1270), no evaluation (dataset_test_ratio 0); lora_dropout_p 0.05; "
-            "transformers < 4.37: reentrant checkpoints; sft.py: bf16 or fp16, so autocast",
+            "Benchmark.md@97e4d198b: torch 2.1.1, bitsandbytes 0.41.3.post2, no evaluation "
+            "(dataset_test_ratio 0); lora_dropout_p 0.05",
             "Benchmark.md: rows of 3234+-2548 tokens cut at max_length; the peak is the longest's",
         ],
     },
     "foundation-model-stack/fms-acceleration": {
+        "trainer": "fms-hf-tuning",
         "defaults": {
-            "adapter_dtype": "fp32",
-            "optimizer": "adamw-foreach",
             "attention": "flash",
-            "loss": "plain",
-            "checkpointing": "full",
+            "checkpointing": True,
             "packing": True,
             "lora_dropout": 0.1,
-            "reentrant": True,
-            "recomputes_shards": True,
-            "flat_shards": True,
         },
         "evidence": [
             "scripts/benchmarks/benchmark.py@876e2ed6fc4e: packing_matrix [True] and "
@@ -173,58 +102,37 @@ SOURCES: dict[str, dict[str, Any]] = {
             "scenarios.yaml, -granite: torch_dtype bfloat16 and no autocast for full and LoRA; "
             "scenarios-liger: bf16 autocast everywhere",
             "framework_plugin_bnb.py: nf4, double quantization; accelerated-peft-bnb skips the "
-            "fp32 upcast of baseline-peft-bnb on one GPU; trl v0.11.4 and v0.13.0 "
-            "sft_trainer.py skip it for sharded QLoRA; peft v0.13.2 utils/other.py skips it for "
-            "GPTQ",
-            "accelerator.py:1577@v1.0.1: FSDP with mixed precision upcasts trainable flat "
-            "parameters to fp32, adapters too",
+            "fp32 upcast of baseline-peft-bnb on one GPU",
             "accelerate.yaml: FULL_SHARD, TRANSFORMER_BASED_WRAP, BACKWARD_PRE; FSDP1, torch 2.4.1",
             "scenarios*.yaml: lora_dropout 0.1; refs/requirements*.txt: bitsandbytes 0.43.3, "
-            "transformers 4.45.2 and 4.48.1, whose checkpoints are reentrant by default and call "
-            "the FSDP-wrapped layer (modeling_*.py: _gradient_checkpointing_func(layer.__call__))",
-            "transformers 4.48 modeling_gpt_bigcode.py: cross entropy on a shifted copy of 16-bit "
-            "logits, and the cache stays on under gradient checkpointing (use_cache True)",
-            "peft v0.12.0, v0.13.2 mapping.py: autocast_adapter_dtype=True (fp32 adapters)",
+            "transformers 4.45.2 and 4.48.1, trl 0.11.4 and 0.13.0",
             "foak: in-place Triton cross entropy on fp32 logits, fused norm and rope, fused LoRA "
             "when quantized; foak-liger: fused linear cross entropy",
             "peak = HF Trainer's max_memory_allocated on rank 0 (README, Logging GPU Memory)",
         ],
     },
     "pytorch/ao": {
-        "defaults": {
-            "weights": "bf16",
-            "compute": "bf16",
-            "optimizer": "adamw",
-            "attention": "sdpa",
-            "loss": "plain",
-            "checkpointing": "full",
-        },
+        "trainer": None,
+        "defaults": {"weights": "bf16", "checkpointing": True},
         "evidence": [
-            "benchmarks/quantized_training/pretrain_llama2.py@9e5059e2c: logits .float(), torchao "
-            "_AdamW, max_memory_allocated / 1e9",
+            "benchmarks/quantized_training/pretrain_llama2.py@9e5059e2c: a plain loop, logits "
+            ".float(), torchao _AdamW, max_memory_allocated / 1e9",
         ],
     },
     "huggingface/blog:4bit": {
-        "defaults": {
-            "weights": "nf4",
-            "adapter_dtype": "fp32",
-            "optimizer": "adamw-foreach",
-            "attention": "eager",
-            "loss": "plain",
-            "lora_rank": 8,
-            "lora_targets": ["q_proj", "v_proj"],
-            "upcast_unquantized": True,
-        },
+        "trainer": "trl@0.4.2",
+        "defaults": {"attention": "eager", "lora_targets": ["q_proj", "v_proj"]},
         "evidence": [
-            "blog table of May 2023: SFTTrainer (trl v0.4.2: prepare_model_for_int8_training); "
-            "eager attention assumed; adapter rank not stated, so peft's defaults",
+            "blog table of May 2023: SFTTrainer (trl v0.4.2); eager attention assumed; adapter "
+            "rank not stated, so peft's defaults",
         ],
     },
 }
 
 # rank, targets of the litgpt config_hub yaml files @26857050fe3f
 _QV = ["q_proj", "v_proj"]
-_EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
+# And lm_head, whose adapter is not expressed.
+_EVERY = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LITGPT_LORA: dict[str, tuple[int, list[str]]] = {
     "falcon-7b/lora.yaml": (32, ["query_key_value"]),
     "gemma-2b/lora.yaml": (8, _EVERY),
@@ -314,19 +222,18 @@ MODELS: dict[str, str] = {
     "Qwen2.5-14B": "Qwen/Qwen2.5-14B",
 }
 
-# Card as printed -> (GPU of the catalogue or None, its GiB where the catalogue has none)
-GPUS: dict[str, tuple[str | None, float | None]] = {
-    "A100-SXM4-80GB": ("A100-SXM4-80GB", None),
-    "A100 80GB": ("A100-SXM4-80GB", None),
-    "A100 (80GB implied by peak)": ("A100-SXM4-80GB", None),
-    "A100-SXM4-40GB": ("A100-SXM4-40GB", None),
-    "A100 40GB SXM": ("A100-SXM4-40GB", None),
-    "A100 (size not printed)": (None, None),
-    "A10G 24GB": ("A10G", None),
-    "RTX 3090 (280W limit, no NVLink)": ("GeForce RTX 3090", None),
-    "RTX 4090 (PCIe4 x16, no NVLink)": ("GeForce RTX 4090", None),
-    "RTX 4090": ("GeForce RTX 4090", None),
-    "RTX 4070 Ti SUPER": (None, 16.0),
-    "Tesla T4 16GB": ("Tesla T4", None),
-    "A800 80GB": (None, 80.0),
+# Card as printed -> GPU of the catalogue
+GPUS: dict[str, str] = {
+    "A100-SXM4-80GB": "A100-SXM4-80GB",
+    "A100 80GB": "A100-SXM4-80GB",
+    "A100 (80GB implied by peak)": "A100-SXM4-80GB",
+    "A100-SXM4-40GB": "A100-SXM4-40GB",
+    "A100 40GB SXM": "A100-SXM4-40GB",
+    "A10G 24GB": "A10G",
+    "RTX 3090 (280W limit, no NVLink)": "GeForce RTX 3090",
+    "RTX 4090 (PCIe4 x16, no NVLink)": "GeForce RTX 4090",
+    "RTX 4090": "GeForce RTX 4090",
+    "RTX 4070 Ti SUPER": "GeForce RTX 4070 Ti SUPER",
+    "Tesla T4 16GB": "Tesla T4",
+    "A800 80GB": "A100-SXM4-80GB",  # the same chip and memory, with less NVLink
 }

@@ -8,10 +8,16 @@ import re
 from collections import Counter
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import fields
 from pathlib import Path
 
 from sources import BATCHES, GPUS, LITGPT_BATCHES, LITGPT_LORA, MODELS, SOURCES, Job
 
+from tightfit.api.options.training import EstimateOptions
+from tightfit.models.resolve import resolve_model
+
+OPTIONS = {field.name for field in fields(EstimateOptions)}
+"""What has an option of its own; the rest goes by `--set`."""
 HERE = Path(__file__).parent
 CATALOGUE = HERE.parents[1] / "src" / "tightfit" / "catalogue" / "models"
 Row = dict[str, str]
@@ -115,67 +121,55 @@ def quantization(row: Row) -> Job:
     if not quant:
         return {}
     if "gptq" in quant:
-        return {"weights": "gptq4", "double_quant": False}
+        return {"weights": "gptq4"}
     if "int8" in quant:
-        return {"weights": "int8", "double_quant": False}
+        return {"weights": "int8"}
     return {"weights": "nf4", "double_quant": quant.endswith("-dq") or "nq" in quant}
 
 
-def base_job(row: Row, index: int) -> Job:
-    """Fields common to all sources; raises where a required one is not stated."""
+def base_job(row: Row) -> Job:
+    """Options that all sources have in common; raises where a required one is not stated."""
     kind, embeddings = method(row)
     batch = row["micro_batch"] or BATCHES.get((source_key(row), row["model"], row["strategy"]))
     if not batch:
         raise ExcludedError("micro-batch not stated")
-    job: Job = {
-        "row": index,
-        "source": row["source"],
-        **deepcopy(SOURCES[source_key(row)]["defaults"]),
-    }
-    gpu, gpu_memory_gib = GPUS.get(row["gpu_type"], (None, None))
     model = MODELS.get(row["model"], row["model"])
     if not (CATALOGUE / f"{model.replace('/', '--')}.json").exists():
         raise ExcludedError("model config not found")
-    job |= {
+    job: Job = {
+        "trainer": SOURCES[source_key(row)]["trainer"],
+        "checkpointing": row["grad_ckpt"] in ("yes", "full"),
+        **deepcopy(SOURCES[source_key(row)]["defaults"]),
         "model": model,
         "method": kind,
-        "train_embeddings": embeddings,
         "sharding": sharding(row),
         "gpus": int(row["gpus"]),
-        "gpu": gpu,
-        "gpu_memory_gib": gpu_memory_gib,
         "micro_batch": int(batch),
         "seq_len": int(row["seq_len"]) if row["seq_len"] else None,
         "grad_accum": int(row["grad_accum"] or 1),
         **quantization(row),
     }
-    job.setdefault("checkpointing", "full" if row["grad_ckpt"] in ("yes", "full") else "none")
+    if embeddings:
+        job["train_embeddings"] = True
     return job
 
 
 def translate_qwen(row: Row, job: Job) -> None:
     if row["quant"]:
         job["compute"] = "fp16"
-    if row["strategy"].startswith("DeepSpeed"):
-        job["autocast"] = False
-        job["optimizer"] = "adamw"  # DeepSpeed's fused AdamW, fp32 master of what is trained
-        job["adapter_dtype"] = job["compute"]  # the engine casts the whole module
 
 
 def translate_fsdp_qlora(row: Row, job: Job) -> None:
+    del job["checkpointing"]
     if row["quant"]:
-        job["double_quant"], job["keeps_quantized_inputs"] = True, True
-    job["offload"] = "all" if row["offload"] == "CPU params" else "none"
+        job["double_quant"] = True
+    if row["offload"] == "CPU params":
+        job["offload"] = "all"
 
 
 def translate_litgpt(row: Row, job: Job) -> None:
     config = re.search(r"config (\S+\.yaml)", row["notes"])
-    if row["quant"]:
-        job["optimizer"] = "adamw"
-        job["keeps_quantized_inputs"] = True
-        job["extras"]["quantize_lm_head"] = True
-        if job["model"].startswith("tiiuae/"):
-            job["packs_subclasses"] = True
+    del job["checkpointing"]
     whole = 128 if config is None else LITGPT_BATCHES[config[1]]
     if config is None:
         fused_qkv = job["model"].startswith(("stabilityai/", "tiiuae/"))
@@ -186,12 +180,6 @@ def translate_litgpt(row: Row, job: Job) -> None:
         job["gpus"], job["sharding"] = 1, "single"  # devices: 1 in the yaml
         job["lora_dropout"] = 0.1 if config[1].startswith("gemma") else 0.05
     job["grad_accum"] = whole // job["gpus"] // job["micro_batch"]
-    if "gemma-2-" in job["model"]:
-        job["attention"] = "eager"
-    if "phi-" in job["model"]:
-        job["extras"]["activation"] = "gelu_pytorch_tanh"
-    if job["gpus"] > 1:
-        job["checkpointing"] = "full"
 
 
 def translate_torchtune(row: Row, job: Job) -> None:
@@ -202,14 +190,13 @@ def translate_torchtune(row: Row, job: Job) -> None:
         raise ExcludedError("seq_len not stated")
     if notes.endswith("Baseline"):
         raise ExcludedError("data shorter than the maximum length")
-    job["compile"] = "ompile" in notes
-    if "fused into backward" in row["optimizer"]:
-        job["optimizer_in_backward"] = True
+    if "ompile" in notes:
+        job["compile"] = True
     if "optimization-flags" in row["source"]:
         job["loss"] = "chunked" if "Chunked" in notes else "plain"
         return
     large = "70B" in row["model"]
-    job |= {"loss": "chunked", "checkpointing": "full", "lora_rank": 16 if large else 8}
+    job |= {"loss": "chunked", "checkpointing": True, "lora_rank": 16 if large else 8}
     job["lora_targets"] = ["q_proj", "k_proj", "v_proj"] if large else ["q_proj", "v_proj"]
 
 
@@ -230,46 +217,35 @@ def translate_swift(row: Row, job: Job) -> None:
     if rank:
         job["lora_rank"] = int(rank[1])
     if "targets ALL" in row["notes"] or "target=ALL" in row["notes"]:
-        job["lora_targets"] = "all-linear"
+        job["lora_targets"] = ["all-linear"]
     if row["quant"] == "int4 (bnb)":
-        job["double_quant"], job["keeps_quantized_inputs"] = True, True
-    if row["quant"] == "int4 (gptq)":
-        job["compute"], job["adapter_dtype"] = "fp16", "fp32"
+        job["double_quant"] = True
     if row["model"].startswith(("chatglm", "baichuan")):
         job["attention"] = "sdpa"  # no flash support registered; assumed, not looked up
-    if row["model"].startswith("qwen"):
-        job["narrow_loss"] = True  # modeling_qwen.py
     if "flash-attn OFF" in row["notes"]:
         job["attention"] = "eager"  # QWenAttention._attn
-    job["packing"] = "packing" in row["method"]
-    job["varying_lengths"] = not job["packing"]
+    if "packing" in row["method"]:
+        job["packing"] = True
     if "Megatron" in row["source"]:
-        job |= {"optimizer": "adamw", "packing": True, "autocast": False}
+        job |= {"trainer": "ms-swift@3", "packing": True}
 
 
 def translate_fms(row: Row, job: Job) -> None:
     framework = row["notes"].split(";", 1)[0].removeprefix("framework_config=")
-    dtype = "fp16" if row["precision"].startswith("float16") else "bf16"
-    autocast = "autocast" in row["precision"]
-    job["compute"] = dtype
-    job.setdefault("weights", dtype)
-    if job["method"] == "full" and autocast and job["sharding"] == "fsdp":
-        job["weights"] = "fp32"
-    if job["weights"] == "nf4":
+    job["compute"] = "fp16" if row["precision"].startswith("float16") else "bf16"
+    if "autocast" not in row["precision"] and job.get("weights") not in ("nf4", "gptq4"):
+        job["autocast"] = False
+    if job.get("weights") == "nf4":
         job["double_quant"] = True
-    job["fused_kernels"] = "foak" in framework
-    job["autocast"] = autocast or job["weights"] in ("nf4", "gptq4")
+        if framework != "baseline-peft-bnb":
+            job["upcast_unquantized"] = False
+    if "foak" in framework:
+        job |= {"fused_kernels": True, "loss": "kernel"}
     if framework.endswith("liger"):
         job["loss"] = "fused"
-    elif "foak" in framework:
-        job["loss"] = "kernel"
-    if framework == "baseline-peft-bnb" and job["sharding"] == "single":
-        job["upcast_unquantized"] = True
     lora = re.search(r"lora r=(\d+)\S* targets=([^;]*)", row["notes"])
     if job["method"] == "lora" and lora:
         job["lora_rank"], job["lora_targets"] = int(lora[1]), lora[2].split()
-    if "santacoder" in job["model"]:
-        job["narrow_loss"], job["use_cache"] = True, True
     if job["seq_len"] is None:
         job["seq_len"] = 2048 if "santacoder" in job["model"] else 4096
 
@@ -279,7 +255,8 @@ def translate_ao(row: Row, job: Job) -> None:
         raise ExcludedError("quantized or fp8 training")
     if "may be accumulated" in row["notes"]:
         raise ExcludedError("micro-batch not stated")
-    job["compile"] = "compile" in row["precision"]
+    if "compile" in row["precision"]:
+        job["compile"] = True
 
 
 def translate_4bit_blog(row: Row, job: Job) -> None:
@@ -325,35 +302,49 @@ def reject_unusable_source(row: Row) -> None:
         )
 
 
+OF_ADAPTERS = ("lora_rank", "lora_targets", "lora_dropout")
+UNKNOWN_CARD = "A100-SXM4-80GB"
+"""Stands for a card whose memory the source does not print: such a row has no outcome."""
+
+
+def list_options(job: Job, gpu: str) -> Job:
+    """The job as `tightfit.estimate` takes it, which is as its command line does."""
+    given = {name: value for name, value in job.items() if value is not None and name != "gpus"}
+    if given["method"] == "full":
+        given = {name: value for name, value in given.items() if name not in OF_ADAPTERS}
+    if "lora_targets" in given:
+        # peft takes a list that suits several models and passes over what one of them lacks.
+        known = ("all-linear", *resolve_model(job["model"]).module_names)
+        given["lora_targets"] = ",".join(name for name in given["lora_targets"] if name in known)
+    settings = [
+        f"{name}={str(given.pop(name)).lower()}" for name in sorted(given) if name not in OPTIONS
+    ]
+    return given | {"on": f"{job['gpus']}x{gpu}", **({"settings": settings} if settings else {})}
+
+
 def translate(row: Row, index: int) -> Job:
-    """One row as a job, or as an exclusion with its category."""
+    """One row as the options of an estimate, or as an exclusion with its category."""
     try:
         reject_unusable_source(row)
-        job = base_job(row, index)
+        job = base_job(row)
         TRANSLATORS[source_key(row)](row, job)
         if job["seq_len"] is None:
             raise ExcludedError("seq_len not stated")
-        job["outcome"] = outcome(row) if job["gpu"] or job["gpu_memory_gib"] else None
+        gpu = GPUS.get(row["gpu_type"])
+        ended = outcome(row) if gpu else None
     except ExcludedError as reason:
         return {"row": index, "source": row["source"], "excluded_because": str(reason)}
-    if job["method"] == "full":
-        for key in ("adapter_dtype", "lora_rank", "lora_targets", "lora_dropout"):
-            job.pop(key, None)
-    if job["attention"] == "flash" and job["compute"] == "fp32":
-        raise AssertionError(f"row {index}: flash attention needs 16-bit")
-    for key, value in {
-        "double_quant": False,
-        "offload": "none",
-        "packing": False,
-        "fused_kernels": False,
-        "compile": False,
-    }.items():
-        job.setdefault(key, value)
     used, readings = observed_bytes(row)
-    job["observed_bytes"], job["observed_bytes_readings"] = used, readings
-    job["observed_kind"] = observed_kind(row) if used else None
-    job["notes"] = row["notes"]
-    return job
+    return {
+        "row": index,
+        "source": row["source"],
+        "estimate": list_options(job, gpu or UNKNOWN_CARD),
+        "outcome": ended,
+        "observed_bytes": used,
+        "observed_bytes_readings": readings,
+        "observed_kind": observed_kind(row) if used else None,
+        "notes": row["notes"],
+    }
 
 
 def main() -> None:

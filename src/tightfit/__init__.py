@@ -11,11 +11,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from tightfit.core.version import __version__
+from tightfit.core.packages import __version__
 
 if TYPE_CHECKING:
     from tightfit.api.bench import bench
     from tightfit.api.calibrate import calibrate
+    from tightfit.api.cancel import cancel
     from tightfit.api.chat import chat, load
     from tightfit.api.compare import compare
     from tightfit.api.convert import convert
@@ -23,19 +24,28 @@ if TYPE_CHECKING:
     from tightfit.api.evaluate import evaluate
     from tightfit.api.farm import farm
     from tightfit.api.generate import generate
+    from tightfit.api.init import init
     from tightfit.api.merge import merge
     from tightfit.api.plan import buy, plan
     from tightfit.api.preflight import preflight
     from tightfit.api.prepare import prepare
     from tightfit.api.quantize import quantize
+    from tightfit.api.runs import list_runs, read_runs
     from tightfit.api.serve import serve
     from tightfit.api.stage import stage
     from tightfit.api.submit import submit
     from tightfit.api.train import train
+    from tightfit.api.ui import ui
     from tightfit.api.verify import verify
     from tightfit.core.errors import UserError
 
-_HOMES = {"buy": "api.plan", "load": "api.chat", "UserError": "core.errors"}
+_HOMES = {
+    "UserError": "core.errors",
+    "buy": "api.plan",
+    "list_runs": "api.runs",  # not `runs`: that is a package here
+    "load": "api.chat",
+    "read_runs": "api.runs",
+}
 """The modules of names that do not stand in `api.<name>`."""
 
 __all__ = [
@@ -44,6 +54,7 @@ __all__ = [
     "bench",
     "buy",
     "calibrate",
+    "cancel",
     "chat",
     "compare",
     "convert",
@@ -51,16 +62,20 @@ __all__ = [
     "evaluate",
     "farm",
     "generate",
+    "init",
+    "list_runs",
     "load",
     "merge",
     "plan",
     "preflight",
     "prepare",
     "quantize",
+    "read_runs",
     "serve",
     "stage",
     "submit",
     "train",
+    "ui",
     "verify",
 ]
 

@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from tightfit.core.attention import Attention
 from tightfit.core.dtypes import Dtype
-from tightfit.core.strategy import Attention, Method, Optimizer, Sharding, Strategy
+from tightfit.core.optimizers import Optimizer
+from tightfit.core.settings import Method, Sharding
+from tightfit.core.strategy import Quirks, Strategy
 from tightfit.core.units import GB
 from tightfit.estimation.result import Estimate, Verdict
 from tightfit.hardware.resolve import resolve_hardware
 from tightfit.models.resolve import resolve_model
-from tightfit.planning.judge import judge_strategy
+from tightfit.planning.filter import judge_strategy
 
 SEEDS = Path(__file__).parent / "seed_verdicts.csv"
 ALLOWED = {
@@ -36,13 +39,14 @@ def seed_estimate(row: dict[str, str]) -> Estimate:
         adapter_dtype=Dtype.FP32,
         optimizer=Optimizer(row["optimizer"]),
         lora_rank=int(row["lora_r"] or 8),
-        lora_targets=tuple(row["lora_targets"].split(";")),
+        lora_targets=tuple((row["lora_targets"] or "all-linear").split(";")),
         micro_batch=int(row["micro_batch"]),
         seq_len=int(row["seq_len"]),
         checkpointing=row["grad_ckpt"] == "yes",
         attention=Attention(row["attention"]),
         sharding=Sharding(row["strategy"]),
         gpus_per_node=int(row["gpus"]),
+        quirks=Quirks(packs_subclasses=True),  # seen with transformers 4, which packed FalconLinear
     )
     node = resolve_hardware(f"{row['gpus']}x{row['gpu_type']}").groups[0].node
     return judge_strategy(spec=resolve_model(row["model"]), strategy=strategy, node=node)

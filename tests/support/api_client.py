@@ -15,7 +15,8 @@ import httpx
 from tightfit.engines.protocol import Engine
 from tightfit.serving.http.app import ApiSettings
 from tightfit.serving.http.registry import ServerPhase
-from tightfit.serving.http.server import ApiServer, LoadedModel, bind_socket
+from tightfit.serving.http.server import ApiServer
+from tightfit.serving.sockets import bind_socket
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,8 +52,7 @@ def serving(
     """Engines behind the API until the block ends; they are closed with it."""
     server = ApiServer(bind_socket(host, 0), ApiSettings(**settings), drain_seconds=drain_seconds)
     loaded = [
-        LoadedModel(engine=engine, names=(name, f"{name}-alias"))
-        for engine, name in zip(engines, names, strict=False)
+        (engine, (name, f"{name}-alias")) for engine, name in zip(engines, names, strict=False)
     ]
     thread = threading.Thread(target=lambda: server.run(lambda: loaded), daemon=True)
     thread.start()

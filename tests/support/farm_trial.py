@@ -29,9 +29,9 @@ from tightfit.farming.worker_pool import (
     choose_slurm_groups,
     make_local_group,
 )
-from tightfit.runtime.artefacts import Artefact, ArtefactKind
-from tightfit.serving.generate.job import GenerateJob
+from tightfit.runtime.model_files import Artefact, ArtefactKind
 from tightfit.serving.generate.prompts import Prompt
+from tightfit.serving.generate.run import GenerateJob
 
 NUM_TOKENS = 5
 PACES = {

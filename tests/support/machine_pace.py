@@ -20,6 +20,13 @@ def allow(seconds: float) -> float:
     return seconds * max(1.0, (time.process_time() - started) / USUAL_SECONDS)
 
 
+def allow_waiting(seconds: float) -> float:
+    """The same by the clock, for what runs beside everything else that this machine does."""
+    started = time.perf_counter()
+    sum(number * number for number in range(1_000_000))
+    return seconds * max(1.0, (time.perf_counter() - started) / USUAL_SECONDS)
+
+
 def children_seconds() -> float:
     """Processor time of the processes that this one has waited for, so far."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)

@@ -7,8 +7,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tightfit.core.data_profile import DataProfile
-from tightfit.core.training import DataSource, Training
+from tightfit.core.profiles import DataProfile
+from tightfit.core.strategy import DataSource, Training
 from tightfit.hardware.resolve import resolve_hardware
 from tightfit.models.resolve import resolve_model
 from tightfit.planning.plan import Plan

@@ -54,7 +54,7 @@ class ScriptedTicket:
 class ScriptedEngine:
     """Answers `abc` with `abcabcabc...` up to `max_new_tokens`, one character a token.
 
-    The prompt `!` fails; the prompt `?` fails with a fault that a user can mend.
+    The prompt `!` fails; the prompt `?` fails with an error that a user can mend.
     """
 
     def __init__(

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from tightfit.core.attention import Attention
 from tightfit.core.dtypes import Dtype
-from tightfit.core.strategy import Attention, Method, Sharding, Strategy
-from tightfit.core.training import Schedule, Training
+from tightfit.core.settings import Method, Schedule, Sharding
+from tightfit.core.strategy import Strategy, Training
 from tightfit.data.token_store import NewRow, StoreDescription, StoreFile, StoreWriter, TokenStore
 from tightfit.estimation.job import estimate_job
 from tightfit.hardware.local import CpuReading, describe_cpu
@@ -23,10 +24,10 @@ from tightfit.hardware.types import Node
 from tightfit.models.config import read_config_file
 from tightfit.planning.plan import Plan, PlanHardware
 from tightfit.training.batches import BatchSampler, collate_padded, without_loss
-from tightfit.training.build import build_engine
 from tightfit.training.distributed import DistContext
+from tightfit.training.engine import build_engine
 from tightfit.training.loop import learning_rate_at
-from tightfit.training.step import StepPlan, all_reduce_metrics, mix_seed, train_step
+from tightfit.training.step import all_reduce_metrics, mix_seed, train_step
 
 VOCABULARY = 128
 NUM_STEPS = 20
@@ -81,7 +82,7 @@ def make_store(folder: Path, *, num_rows: int = 23, seed: int = 3) -> TokenStore
         num_rows=num_rows,
         num_tokens=writer.num_tokens,
         num_blob_tokens=writer.num_tokens,
-        num_trained_tokens=sum(writer.table.num_trained),
+        num_trained_tokens=sum(writer.columns["num_trained"]),
         seq_len=32,
         template="none",
         pad_token_id=0,
@@ -113,6 +114,7 @@ def make_plan(model: Path, **changes: Any) -> Plan:
         model_path=str(model),
         learning_rate=3e-3,
         schedule=Schedule.COSINE,
+        warmup_fraction=0.25,  # Adam's first steps turn the noise of tiny gradients into its sign
         weight_decay=0.01,
         seed=11,
     )
@@ -181,7 +183,9 @@ class Trainer:
 
     def _step(self, step: int) -> float:
         batches, num_trained = self.batches(step)
-        numbers = StepPlan(
+        outcome = train_step(
+            self.engine,
+            batches,
             num_trained_tokens=num_trained,
             learning_rate=learning_rate_at(step, NUM_STEPS, self.training),
             seeds=tuple(
@@ -189,7 +193,6 @@ class Trainer:
                 for number in range(len(batches))
             ),
         )
-        outcome = train_step(self.engine, batches, numbers)
         agreed = all_reduce_metrics(
             outcome, num_trained_tokens=num_trained, must_stop=False, must_save=False
         )

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from tightfit.clusters.slurm import backend, follow
+from tightfit.clusters import follow
+from tightfit.clusters.slurm import backend, queue
 
 CLUSTER_TESTS = Path(__file__).parents[1] / "unit" / "clusters"
 SINFO = (
@@ -36,6 +37,11 @@ echo 42
 SQUEUE = """#!/bin/bash
 state=$SLURM_STATE
 if grep -q scancel "$SLURM_CALLS"; then state=CANCELLED; fi
+if [ "$2" = --me ]; then
+  script=$(grep -o '^--parsable .*' "$SLURM_CALLS" | tail -1 | cut -d' ' -f2)
+  if [ "$state" = RUNNING ]; then echo "42|cpu|$script"; fi
+  exit
+fi
 printf '%-48s%-24s%-12s%-80s%-256s\\n' 42 "$state" 1 None c1
 """
 SCANCEL = '#!/bin/bash\necho "scancel $*" >>"$SLURM_CALLS"\n'
@@ -57,7 +63,7 @@ def own_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     monkeypatch.delenv("TIGHTFIT_SITE", raising=False)
     write_site(tmp_path, "")
     monkeypatch.setattr(follow, "FIRST_POLL_SECONDS", 0.0)
-    monkeypatch.setattr(follow, "MAX_POLL_SECONDS", 0.0)
+    monkeypatch.setattr(queue, "MAX_POLL_SECONDS", 0.0)
     monkeypatch.setattr(backend, "SETTLE_SECONDS", 0.0)
     sys.path.insert(0, str(CLUSTER_TESTS))
     yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import signal
@@ -15,28 +16,33 @@ from pathlib import Path
 from typing import Protocol
 
 from tightfit.api.call import accepts_keywords
-from tightfit.api.options.training import DEFAULT_LEVERS, BenchOptions, TrainOptions
-from tightfit.api.training.data import encode_for, profile_sources
-from tightfit.api.training.hardware import ELSEWHERE, find_hardware, limiting, read_limit
-from tightfit.api.training.job import encoded_len, make_job_request, read_spec, recall_outcomes
+from tightfit.api.options.training import DEFAULT_LEVERS, BenchOptions
+from tightfit.api.plan import search_plans
+from tightfit.api.training.hardware import find_hardware, limiting, read_limit
+from tightfit.api.training.job import encode_for, encoded_len, read_spec
 from tightfit.api.training.recipe import (
-    PlanJob,
-    RunRecipe,
+    make_request,
+    profile_sources,
     read_run_recipe,
     read_saved_plans,
+    refuse_given,
+    refuse_other_trainer,
+    training_sources,
 )
-from tightfit.api.training.search import search_plans
 from tightfit.api.training.settings import (
     NOT_SEARCHED,
     list_plan_options,
-    repeat_bench,
+    read_settings,
     show_value,
 )
-from tightfit.api.training.tracing import trace_search
-from tightfit.clusters.local.launcher import StopRequest, catch_signals
-from tightfit.clusters.local.trial import TrialResult, open_trial_folder, run_trial
-from tightfit.clusters.protocol import RunObserver
-from tightfit.core.data_profile import DataProfile
+from tightfit.api.training.tracing import NUM_TRACED, trace_search
+from tightfit.clusters.local.launcher import (
+    TrialResult,
+    catch_signals,
+    open_trial_folder,
+    run_trial,
+)
+from tightfit.clusters.protocol import RunObserver, SilentObserver
 from tightfit.core.errors import (
     EXIT_BUG,
     EXIT_INTERRUPTED,
@@ -44,19 +50,19 @@ from tightfit.core.errors import (
     DoesNotFitError,
     NotFoundError,
     SetupError,
-    UsageError,
     UserError,
 )
 from tightfit.core.files import check_writable, write_atomic
+from tightfit.core.options import list_given, repeat_options
 from tightfit.core.packages import require_packages
+from tightfit.core.profiles import DataProfile
 from tightfit.core.progress import Progress
 from tightfit.core.recipe import Recipe, make_training
-from tightfit.core.strategy import Method, Strategy
-from tightfit.core.text import count_of, shorten
-from tightfit.core.training import Schedule, Training
+from tightfit.core.settings import Method, Schedule
+from tightfit.core.strategy import Strategy, Training
+from tightfit.core.text import count_of
 from tightfit.data.profile import profile_from_store
-from tightfit.data.synthetic import count_rows, draw_lengths, write_synthetic
-from tightfit.data.token_store import TokenStore
+from tightfit.data.token_store import TokenStore, count_rows, draw_lengths, write_synthetic
 from tightfit.hardware.types import Cluster
 from tightfit.models.catalogue import read_source_config
 from tightfit.models.resolve import resolve_model
@@ -73,13 +79,10 @@ from tightfit.runs.bench import (
     rate_first,
     sort_trials,
 )
-from tightfit.runs.find import find_run
-from tightfit.runs.metrics import Record
+from tightfit.runs.report import find_run
 from tightfit.runs.run_folder import RunStatus
 from tightfit.runs.store import make_outcome, record_outcome
 
-_OWN_OPTIONS = ("method", "seq_len")
-"""Settings with options of their own."""
 LEARNING_RATE = 1e-9
 """As much work as any other, and no loss can diverge by it."""
 
@@ -123,8 +126,8 @@ class _Board:
     job: BenchJob
     is_limited: bool
     observer: BenchObserver
+    notes: list[str]
     trials: list[Trial] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
     exit_code: int = 0
 
     def note(self, text: str | None) -> None:
@@ -150,7 +153,7 @@ class _Board:
 
 
 class BenchObserver(Protocol):
-    """Told of every plan as it is measured."""
+    """Receives every plan as it is measured."""
 
     def open_trial(
         self, rank: int, num_plans: int, plan: Plan
@@ -175,24 +178,9 @@ class _ProgressObserver:
     ) -> AbstractContextManager[RunObserver]:
         if self._progress is not None:
             self._progress("measuring plans", rank - 1, num_plans)
-        return nullcontext(_NoObserver())
+        return nullcontext(SilentObserver())
 
-    def end_trial(self, trial: Trial) -> None:
-        pass
-
-
-class _NoObserver:
-    def record(self, record: Record) -> None:
-        pass
-
-    def line(self, line: str) -> None:
-        pass
-
-    def say(self, text: str) -> None:
-        pass
-
-    def tick(self) -> None:
-        pass
+    def end_trial(self, trial: Trial) -> None: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,14 +210,31 @@ def measure_plans(options: BenchOptions, observer: BenchObserver) -> BenchResult
     options = _expand_saved_plan(options)
     if options.out is not None:
         check_writable(options.out)
-    limit = read_limit(_as_train_options(options), os.environ)
+    limit = read_limit(options, os.environ)
     require_packages("Measuring", "torch", "transformers", "peft")
     with open_trial_folder() as home:
         job = read_bench_job(options, home)
-        board = _Board(options=options, job=job, is_limited=limit is not None, observer=observer)
-        _note_surroundings(board)
+        board = _Board(
+            options=options,
+            job=job,
+            is_limited=limit is not None,
+            observer=observer,
+            notes=_list_notes(options, job),
+        )
+        end = time.monotonic() + 60 * options.minutes if options.minutes else math.inf
         with limiting(limit), catch_signals() as stop:
-            _try_all(board, home, stop)
+            for rank, plan in enumerate(job.plans, start=1):
+                if stop.first is not None:
+                    is_ctrl_c = stop.first is signal.SIGINT
+                    board.exit_code = EXIT_INTERRUPTED if is_ctrl_c else EXIT_REQUEUE
+                elif board.trials and time.monotonic() > end:
+                    board.note(f"--minutes {options.minutes:g} were over before plan {rank}")
+                    break
+                else:
+                    _try_one(board, home, rank, plan)
+                if board.exit_code:
+                    board.note(f"stopped as asked at plan {rank} of {len(job.plans)}")
+                    break
     found = board.make_bench()
     return BenchResult(
         bench=found,
@@ -241,127 +246,104 @@ def measure_plans(options: BenchOptions, observer: BenchObserver) -> BenchResult
 
 def _expand_saved_plan(options: BenchOptions) -> BenchOptions:
     """The plan is estimated anew for this machine: a prediction for another says nothing here."""
-    plan = _find_plan(options.job)
-    if plan is None:
+    run = find_run(options.job)
+    saved = None if run is not None else read_saved_plans(options.job)
+    if run is not None:
+        plan = run.read_plan()
+    elif saved is not None:
+        plan = saved.plans[0]
+        refuse_other_trainer(plan, options.job)
+    else:
         return options
-    _refuse_plan_changes(options, plan)
-    held = plan.training
+    refuse_given(
+        options,
+        ("method", "seq_len", "effective_batch", "settings", "top", "all_levers"),
+        what="holds one plan",
+        remedy=f"tightfit bench {shlex.quote(plan.model.name)} with the same options    (plans it "
+        "anew)",
+    )
+    planned = plan.training
     data, template = options.data, options.template
-    if held is not None:
-        data = data or next((Path(part.path) for part in held.data if part.split == "train"), None)
-        template = template or held.template
-    words = list_plan_options(plan.strategy)
+    if planned is not None:
+        paths = (Path(part.path) for part in planned.data if part.split == "train")
+        data = data or next(paths, None)
+        template = template or planned.template
+    words, plainest = list_plan_options(plan.strategy), Strategy()
+    # What a plan's words leave out, as far as it is not what a job has anyway.
+    unusual = [
+        f"{name}={show_value(getattr(plan.strategy, name))}"
+        for name in NOT_SEARCHED
+        if name not in ("method", "seq_len")  # which have options of their own
+        and getattr(plan.strategy, name) != getattr(plainest, name)
+    ]
     return replace(
         options,
-        job=plan.model.name if held is None else held.model_path,
+        job=plan.model.name if planned is None else planned.model_path,
         data=data,
         template=template,
         method=words[1],
         seq_len=encoded_len(plan),
         effective_batch=plan.effective_batch,
-        settings=[*words[3::2], *_list_unusual(plan.strategy)],
-        random_weights=options.random_weights or (held is not None and held.random_weights),
+        settings=[*words[3::2], *unusual],
+        random_weights=options.random_weights or (planned is not None and planned.random_weights),
     )
 
 
-def _find_plan(name: str) -> Plan | None:
-    run = find_run(name)
-    if run is not None:
-        return run.read_plan()
-    saved = read_saved_plans(name)
-    return None if saved is None else saved.plans[0]
-
-
-def _list_unusual(strategy: Strategy) -> list[str]:
-    """What a plan's words leave out, as far as it is not what a job has anyway."""
-    plainest = Strategy()
-    return [
-        f"{name}={show_value(getattr(strategy, name))}"
-        for name in NOT_SEARCHED
-        if name not in _OWN_OPTIONS and getattr(strategy, name) != getattr(plainest, name)
+def repeat_bench(options: BenchOptions) -> str:
+    """The command again as far as it names the job, to be continued with a plan's words."""
+    names = ("data", "on", "seq_len", "effective_batch", "template", "memory_limit")
+    given = list_given(options, (*names, "random_weights", "synthetic"))
+    given["--set"] = [
+        f"{name}={show_value(value)}"
+        for name, value in read_settings(options.settings).items()
+        if name in NOT_SEARCHED and name != "method"
     ]
-
-
-def _refuse_plan_changes(options: BenchOptions, plan: Plan) -> None:
-    given = {
-        "--method": options.method,
-        "--seq-len": options.seq_len,
-        "--effective-batch": options.effective_batch,
-        "--set": options.settings,
-        "--top": options.top,
-        "--all-levers": options.all_levers or None,
-    }
-    option = next((name for name, value in given.items() if value is not None), None)
-    if option is not None:
-        name = shlex.quote(plan.model.name)
-        raise UsageError(
-            f"{options.job} holds one plan, which {option} cannot change.",
-            remedy=f"tightfit bench {name} with the same options    (plans it anew)",
-        )
+    return shlex.join(["tightfit", "bench", options.job, *repeat_options(given)])
 
 
 def read_bench_job(options: BenchOptions, home: Path) -> BenchJob:
     """Find or draw model and data, and search. `home` is a folder for what is made up."""
-    asked = _as_train_options(options)
-    wanted = _read_request(options, asked)
+    wanted = read_run_recipe(options, needs_data=False)
     recipe = wanted.recipe
-    _refuse_clusters(recipe)
-    cluster = find_hardware(asked, recipe.on)
+    if options.random_weights:
+        recipe = recipe.model_copy(update={"random_weights": True})
+    cluster = find_hardware(options, recipe.on, verb="bench")
     folder = _find_model(recipe, home)
-    request = make_job_request(wanted, asked, read_spec(recipe.model, folder))
-    training = _make_training(recipe, folder, num_steps=options.warm_up + options.steps)
+    request = make_request(recipe, read_spec(recipe.model, folder), wanted.fixed_strategy())
+    # The learning side of a run that is to leave nothing behind.
+    update = {
+        "learning_rate": LEARNING_RATE,
+        "schedule": Schedule.CONSTANT,
+        "max_steps": options.warm_up + options.steps,
+        "keep_checkpoints": 0,
+        "keep_result": False,
+        "log_to": (),
+    }
+    training = {
+        method: make_training(recipe, method=method, model_path=folder).model_copy(update=update)
+        for method in (Method.FULL, Method.LORA)
+    }
     rows = _make_rows(options, recipe, request, training[Method.LORA], cluster, home)
     request = replace(
         request, seq_len=request.planned_seq_len, profile=rows.profile, training=training
     )
     count = options.top or (DEFAULT_LEVERS if options.all_levers else 1)
     result = search_plans(
-        PlanJob(request=request, on=recipe.on, recipe=recipe),
+        request,
+        recipe,
         cluster,
-        asked,
+        options,
         num_plans=max(NUM_PLANS, count),
         is_exhaustive=options.all_levers,
-        known=recall_outcomes(request.spec),
     )
-    plans = trace_search(result, asked=None, progress=options.progress).result.plans
+    num_traced = min(count, NUM_TRACED)
+    plans = trace_search(result, num_traced=num_traced, progress=options.progress).result.plans
     return BenchJob(
         plans=plans[:count],
         rows=rows,
         cluster=cluster,
         has_random_weights=bool(recipe.random_weights),
     )
-
-
-def _as_train_options(options: BenchOptions) -> TrainOptions:
-    """The same job as `train` would be asked for."""
-    return TrainOptions(
-        job=options.job,
-        data=options.data,
-        on=options.on,
-        method=options.method,
-        seq_len=options.seq_len,
-        effective_batch=options.effective_batch,
-        template=options.template,
-        settings=options.settings,
-        memory_limit=options.memory_limit,
-    )
-
-
-def _read_request(options: BenchOptions, asked: TrainOptions) -> RunRecipe:
-    wanted = read_run_recipe(asked, needs_data=False)
-    if not options.random_weights:
-        return wanted
-    recipe = wanted.recipe.model_copy(update={"random_weights": True})
-    return wanted.model_copy(update={"recipe": recipe})
-
-
-def _refuse_clusters(recipe: Recipe) -> None:
-    named = recipe.on or "here"
-    if named.partition(":")[0].strip().casefold() in ELSEWHERE:
-        raise UsageError(
-            f"`--on {shorten(named)}` is a cluster; `bench` measures where it is started.",
-            remedy="--on here",
-        )
 
 
 def _find_model(recipe: Recipe, home: Path) -> Path:
@@ -383,22 +365,6 @@ def _find_model(recipe: Recipe, home: Path) -> Path:
     return folder
 
 
-def _make_training(recipe: Recipe, folder: Path, *, num_steps: int) -> dict[Method, Training]:
-    """The learning side of a run that is to leave nothing behind."""
-    update = {
-        "learning_rate": LEARNING_RATE,
-        "schedule": Schedule.CONSTANT,
-        "max_steps": num_steps,
-        "keep_checkpoints": 0,
-        "keep_result": False,
-        "log_to": (),
-    }
-    return {
-        method: make_training(recipe, method=method, model_path=folder).model_copy(update=update)
-        for method in (Method.FULL, Method.LORA)
-    }
-
-
 def _make_rows(
     options: BenchOptions,
     recipe: Recipe,
@@ -408,7 +374,7 @@ def _make_rows(
     home: Path,
 ) -> Rows:
     """The data's own rows where they can be encoded, else made-up ones of the same lengths."""
-    sources = tuple(source for source in recipe.data if source.split == "train")
+    sources = training_sources(recipe)
     folder, seq_len = Path(training.model_path), request.planned_seq_len
     if sources and not options.synthetic and (folder / "tokenizer.json").is_file():
         encoded = encode_for(
@@ -446,36 +412,22 @@ def _make_rows(
     return Rows(store=store, profile=profile, words=words)
 
 
-def _note_surroundings(board: _Board) -> None:
-    gpu = board.job.plans[0].hardware.node.gpu
+def _list_notes(options: BenchOptions, job: BenchJob) -> list[str]:
+    """What the figures depend on."""
+    notes = []
+    gpu = job.plans[0].hardware.node.gpu
     if gpu.measured is None:
         device = " --device cpu" if gpu.is_cpu else ""
-        board.note(
+        notes.append(
             f"{gpu.name} is not calibrated, so times are predicted from figures on paper: "
             f"tightfit calibrate{device}"
         )
-    for warning in board.job.cluster.warnings:
-        board.note(warning)
-    asked, found = board.options.top, len(board.job.plans)
-    if asked is not None and found < asked:
-        more = "" if board.options.all_levers else "; --all-levers tries more settings"
-        board.note(f"--top {asked}: the planner has {count_of(found, 'plan')}{more}")
-
-
-def _try_all(board: _Board, home: Path, stop: StopRequest) -> None:
-    options, plans = board.options, board.job.plans
-    end = None if options.minutes is None else time.monotonic() + 60 * options.minutes
-    for rank, plan in enumerate(plans, start=1):
-        if stop.first is not None:
-            board.exit_code = EXIT_INTERRUPTED if stop.first is signal.SIGINT else EXIT_REQUEUE
-        elif board.trials and end is not None and time.monotonic() > end:
-            board.note(f"--minutes {options.minutes:g} were over before plan {rank}")
-            return
-        else:
-            _try_one(board, home, rank, plan)
-        if board.exit_code:
-            board.note(f"stopped as asked at plan {rank} of {len(plans)}")
-            return
+    notes += dict.fromkeys(job.cluster.warnings)
+    if options.top is not None and len(job.plans) < options.top:
+        more = "" if options.all_levers else "; --all-levers tries more settings"
+        found = count_of(len(job.plans), "plan")
+        notes.append(f"--top {options.top}: the planner has {found}{more}")
+    return notes
 
 
 def _try_one(board: _Board, home: Path, rank: int, plan: Plan) -> None:
@@ -492,7 +444,12 @@ def _try_one(board: _Board, home: Path, rank: int, plan: Plan) -> None:
         )
     board.trials.append(trial)
     board.observer.end_trial(trial)
-    _store_outcome(board, plan, ended)
+    # As `train` does: plans that finished, and plans that were too big for the GPU itself.
+    status = ended.state.status
+    if status is RunStatus.FINISHED:
+        board.note(record_outcome(make_outcome(plan, status, ended.report)))
+    elif status is RunStatus.OUT_OF_MEMORY and not board.is_limited:
+        board.note(record_outcome(make_outcome(plan, status)))
     if options.out is not None:
         with suppress(SetupError):  # reported at the end, after the figures
             write_atomic(options.out, board.make_bench().model_dump_json(indent=2) + "\n")
@@ -519,29 +476,17 @@ def _judge(board: _Board, rank: int, plan: Plan, ended: TrialResult) -> Trial:
         return row.model_copy(update=figures)
     if row.status is TrialStatus.OUT_OF_MEMORY:
         return row.model_copy(update={"problem": "It ran out of memory."})
+    # The worker's own remedy, unless it names checkpoints and files that a trial does not keep.
+    remedy = ended.state.remedy
+    if ended.state.exit_code in (None, UserError.exit_code, EXIT_BUG) or not remedy:
+        remedy = "the same command with --json    (`log` has the worker's last lines)"
     error = {
         "problem": ended.state.problem or "The worker failed.",
-        "remedy": _choose_remedy(ended),
+        "remedy": remedy,
         "exit_code": ended.state.exit_code,
         "log": ended.log,
     }
     return row.model_copy(update=error)
-
-
-def _choose_remedy(ended: TrialResult) -> str:
-    """The worker's own, unless it names checkpoints and files that a trial does not keep."""
-    if ended.state.exit_code in (None, UserError.exit_code, EXIT_BUG) or not ended.state.remedy:
-        return "the same command with --json    (`log` has the worker's last lines)"
-    return ended.state.remedy
-
-
-def _store_outcome(board: _Board, plan: Plan, ended: TrialResult) -> None:
-    """As `train` does: plans that finished, and plans that were too big for the GPU itself."""
-    status = ended.state.status
-    if status is RunStatus.FINISHED:
-        board.note(record_outcome(make_outcome(plan, status, ended.report)))
-    elif status is RunStatus.OUT_OF_MEMORY and not board.is_limited:
-        board.note(record_outcome(make_outcome(plan, status)))
 
 
 def _find_error(trials: Sequence[Trial], options: BenchOptions) -> UserError | None:

@@ -7,20 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tightfit.api.call import accepts_keywords
-from tightfit.api.options.choices import read_word
-from tightfit.api.options.training import CALIBRATION_DEVICES, CalibrateOptions
-from tightfit.api.training.settings import list_given
+from tightfit.api.options.training import CalibrateOptions
 from tightfit.core.errors import NotFoundError, SetupError
+from tightfit.core.options import list_given, repeat_options
 from tightfit.core.packages import require_packages
-from tightfit.core.progress import Progress
 from tightfit.hardware.calibration import Calibration
 from tightfit.hardware.local import probe_cpu, probe_here
 from tightfit.hardware.types import Node
-from tightfit.runs.measured_rates import (
-    prepare_calibrations_folder,
-    read_calibration,
-    write_calibration,
-)
+from tightfit.runs.store import prepare_calibrations_folder, read_calibration, write_calibration
 from tightfit.runtime.calibrate.compare import ComparedRate, compare_rates
 
 
@@ -50,7 +44,10 @@ def calibrate(options: CalibrateOptions) -> CalibrateResult:
     prepare_calibrations_folder()  # first: a missing folder must not cost 90 seconds of measuring
     if not options.force:
         _refuse_if_busy(options, node)
-    found = _measure(node, options.seconds, options.progress)
+    from tightfit.runtime.calibrate.measure import DEFAULT_SECONDS, measure_machine
+
+    seconds = options.seconds or DEFAULT_SECONDS
+    found = measure_machine(node, budget_seconds=seconds, report=options.progress)
     if found.warnings and not options.force:
         # Times of a busy machine may change the order of plans: reported, and not kept.
         raise BusyMachineError(
@@ -68,7 +65,7 @@ def stored_calibration(options: CalibrateOptions) -> CalibrateResult:
     stored = read_calibration(node.gpu.name)
     if stored.calibration is None or stored.path is None:
         raise NotFoundError(
-            stored.fault or f"{node.gpu.name} of this machine was not calibrated.",
+            stored.problem or f"{node.gpu.name} of this machine was not calibrated.",
             remedy=_name_command(options),
         )
     return _make_result(stored.calibration, node, path=stored.path)
@@ -79,13 +76,10 @@ def _make_result(found: Calibration, node: Node, *, path: Path | None) -> Calibr
 
 
 def _find_node(options: CalibrateOptions) -> Node:
-    device = options.device
-    if device is not None:
-        device = read_word(device, CALIBRATION_DEVICES, option="--device")
-    if device == "cpu":
+    if options.device == "cpu":
         return probe_cpu().groups[0].node
     cluster = probe_here()
-    if device == "cuda" and cluster.groups[0].node.gpu.is_cpu:
+    if options.device == "cuda" and cluster.groups[0].node.gpu.is_cpu:
         raise SetupError(
             "No GPU was found on this machine.",
             remedy="tightfit calibrate --device cpu    (tightfit doctor says why)",
@@ -101,17 +95,11 @@ def _find_node(options: CalibrateOptions) -> Node:
 
 def _refuse_if_busy(options: CalibrateOptions, node: Node) -> None:
     """Before the first measurement: its result could not be kept."""
-    from tightfit.runtime.calibrate.disturbance import Disturbance
+    from tightfit.runtime.calibrate.bench import Disturbance
 
     seen = Disturbance(is_cpu=node.gpu.is_cpu).seen_before
     if seen:
         raise SetupError(_describe_busy("measured", seen[0]), remedy=_suggest_retry(options))
-
-
-def _measure(node: Node, seconds: float | None, progress: Progress | None) -> Calibration:
-    from tightfit.runtime.calibrate.measure import DEFAULT_SECONDS, measure_machine
-
-    return measure_machine(node, budget_seconds=seconds or DEFAULT_SECONDS, report=progress)
 
 
 def _describe_busy(verb: str, warning: str) -> str:
@@ -125,5 +113,5 @@ def _suggest_retry(options: CalibrateOptions) -> str:
 
 def _name_command(options: CalibrateOptions) -> str:
     """The command with its device: the default may be another one."""
-    pairs = (("--device", options.device), ("--seconds", options.seconds))
-    return shlex.join(["tightfit", "calibrate", *list_given(pairs)])
+    given = list_given(options, ("device", "seconds"))
+    return shlex.join(["tightfit", "calibrate", *repeat_options(given)])

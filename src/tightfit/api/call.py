@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, ParamSpec, Protocol, TypeVar, cast, overload
 
-from tightfit.api.options.declare import read_given
+from tightfit.core.options import read_given
 
 P = ParamSpec("P")
 Options = TypeVar("Options")

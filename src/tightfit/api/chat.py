@@ -11,8 +11,8 @@ from tightfit.core.errors import UsageError
 from tightfit.core.sampling import Sampling
 from tightfit.engines.open import EngineRequest, open_engine
 from tightfit.engines.protocol import DEFAULT_CONTEXT
-from tightfit.runtime.artefacts import find_artefact
-from tightfit.serving.conversation import Conversation, Reply
+from tightfit.runtime.model_files import find_artefact
+from tightfit.serving.chat import Conversation, Reply
 from tightfit.serving.generate.prediction import PromptLengths, predict_inference, require_fit
 
 

@@ -2,36 +2,77 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from tightfit.api.call import accepts_keywords
-from tightfit.api.options import choices
-from tightfit.api.options.export import ConvertOptions
+from tightfit.api.options.common import OnForecast, model_argument
+from tightfit.core.options import switch_option, text_option, word_option
 from tightfit.core.packages import require_packages
+from tightfit.core.progress import Progress
 from tightfit.export.formats import CONVERT_DTYPES, CONVERT_FORMATS
 
 if TYPE_CHECKING:
     from tightfit.export.convert import ConvertResult
 
 
+CONVERT_EXAMPLES = """\b
+Examples:
+  tightfit convert ./my-model --to gguf
+  tightfit convert ./Llama-2-7b --to hf
+  tightfit convert model.Q4_K_M.gguf --to hf --dtype bf16 --out my-model
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConvertOptions:
+    """Turn a model into another format, tensor by tensor.
+
+    Meta's original Llama files (params.json, consolidated.*.pth, tokenizer.model) and GGUF files
+    become a Hugging Face folder; a Hugging Face folder becomes a GGUF file. Families: llama,
+    mistral, qwen2, qwen3, gemma 1 to 3 (text), phi3, gpt2, falcon, bloom. Others are refused.
+
+    A GGUF's tokenizer is checked: llama.cpp must cut text as the model's own tokenizer does.
+    """
+
+    source: Annotated[
+        str,
+        model_argument(
+            "SOURCE",
+            "A model folder, a finished full-tuning run, Meta's folder or a GGUF file.",
+            example="./my-model",
+        ),
+    ] = field(kw_only=False)
+    to: str | None = word_option(CONVERT_FORMATS, "The new format. [default: the other one]")
+    dtype: str | None = word_option(
+        CONVERT_DTYPES, "How matrices are stored. [default: f16 in a GGUF, else as they are]"
+    )
+    out: str | None = text_option(
+        "PATH",
+        "Where the result goes. [default: beside the source, NAME-f16.gguf or NAME-hf]",
+        example="my-model.gguf",
+    )
+    force: bool = switch_option("Replace a result that is there already.")
+    on_forecast: OnForecast | None = None
+    """Called with source, target and `ConvertForecast` before anything is written."""
+    progress: Progress | None = None
+
+
 @accepts_keywords(ConvertOptions)
 def convert(options: ConvertOptions) -> ConvertResult:
     """Write the model as a GGUF file or a Hugging Face folder."""
-    to = options.to and choices.read_word(options.to, CONVERT_FORMATS, option="--to")
-    dtype = options.dtype and choices.read_word(options.dtype, CONVERT_DTYPES, option="--dtype")
     require_packages("Converting", "torch", "transformers")
     require_packages("Converting", "gguf", extra="gguf")
-    from tightfit.export.convert import ConvertRequest, convert_model
+    from tightfit.export.convert import plan_conversion
 
-    return convert_model(
-        ConvertRequest(
-            source=options.source,
-            to=to,
-            dtype=dtype,
-            target=None if options.out is None else Path(options.out).expanduser(),
-            force=options.force,
-            announce=options.on_forecast,
-            report=options.progress,
-        )
+    conversion = plan_conversion(
+        options.source,
+        to=options.to,
+        dtype=options.dtype,
+        target=None if options.out is None else Path(options.out).expanduser(),
+        force=options.force,
     )
+    if options.on_forecast is not None:
+        options.on_forecast(conversion.source, conversion.target, conversion.forecast)
+    return conversion.run(options.progress)

@@ -2,41 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tightfit.api.call import accepts_keywords
-from tightfit.api.options import choices
 from tightfit.api.options.training import EstimateOptions
 from tightfit.api.training.hardware import choose_cluster_or_card, note_network, state_network
-from tightfit.api.training.settings import read_settings, refuse_twice
+from tightfit.api.training.settings import FIELDS, read_settings, refuse_trace, refuse_twice
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import UsageError
-from tightfit.core.strategy import (
-    Attention,
-    Loss,
-    Method,
-    Offload,
-    Optimizer,
-    Sharding,
-    Strategy,
-)
-from tightfit.core.text import sanitize
+from tightfit.core.settings import Method, Sharding
+from tightfit.core.strategy import Strategy
+from tightfit.core.text import sanitize, shorten
+from tightfit.core.trainers import TrainerVersion, find_trainer
 from tightfit.core.units import render_count
 from tightfit.estimation.result import Estimate, Verdict
-from tightfit.estimation.zero_table import ZeroRow, estimate_zero_table, largest_layer_params
+from tightfit.estimation.state import ZeroRow, estimate_zero_table, largest_layer_params
 from tightfit.hardware.types import Cluster, NodeGroup
 from tightfit.models.resolve import resolve_model
 from tightfit.models.spec import ModelSpec
-from tightfit.planning.judge import judge_strategy
+from tightfit.planning.filter import judge_strategy
+from tightfit.planning.request import change_model
 from tightfit.planning.rules import Case, check_lora_targets
 from tightfit.planning.space import choose_attention, choose_compute_dtype, must_repeat_keys
 
 if TYPE_CHECKING:
     from tightfit.api.training.tracing import TracedEstimate
 
-_BARE_SWITCHES = ("train_embeddings",)
-"""Switches without an off side: False means that they were not given."""
 DEFAULT_SEQ_LEN = int(Strategy.model_fields["seq_len"].default)
 
 
@@ -70,13 +63,17 @@ class ZeroTable:
 def estimate(options: EstimateOptions) -> EstimateResult:
     """Estimate one configuration; what is not stated is chosen for the model and the GPU."""
     spec = resolve_model(_name_model(options))
+    refuse_trace(options.trainer, is_traced=options.trace)
+    trainer = find_trainer(options.trainer) if options.trainer else None
+    if trainer is not None:
+        spec = change_model(spec, trainer)
     cluster, notes = choose_cluster_or_card(options.on)
     cluster = state_network(cluster, options.network)
     group = cluster.groups[0]
     if len(cluster.groups) > 1:
         others = ", ".join(sanitize(other.name) for other in cluster.groups[1:])
         notes = (*notes, f"Estimated on {sanitize(group.name)}; not on {others}.")
-    strategy = choose_strategy(options, spec=spec, group=group)
+    strategy = choose_strategy(options, spec=spec, group=group, trainer=trainer)
     if strategy.method is Method.LORA:
         check_lora_targets(spec, strategy.lora_targets)
     judged = judge_strategy(
@@ -144,8 +141,8 @@ def _read_sizes(options: EstimateOptions) -> tuple[int, int, str | None]:
             "`--zero-table` needs MODEL, or both --total-params and --largest-layer-params.",
             remedy="tightfit estimate --zero-table --total-params 2.8B --largest-layer-params 32M",
         )
-    total = choices.read_count(stated[0], option="--total-params")
-    largest = choices.read_count(stated[1], option="--largest-layer-params")
+    total = read_count(stated[0], option="--total-params")
+    largest = read_count(stated[1], option="--largest-layer-params")
     if largest > total:
         raise UsageError(
             f"The largest layer ({render_count(largest)}) is larger than the model "
@@ -155,125 +152,106 @@ def _read_sizes(options: EstimateOptions) -> tuple[int, int, str | None]:
     return total, largest, None
 
 
-def choose_strategy(options: EstimateOptions, *, spec: ModelSpec, group: NodeGroup) -> Strategy:
+def read_count(text: str, *, option: str) -> int:
+    """`2851e6`, `2.8B`, `32M` or `32000000` as a positive whole number."""
+    factors = {"k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
+    stripped = text.strip().lower().replace("_", "").replace(",", "")
+    factor = factors.get(stripped[-1:], 1)
+    try:
+        number = float(stripped[:-1] if factor > 1 else stripped) * factor
+    except ValueError:
+        number = float("nan")
+    if not 1 <= number <= 10**15:
+        raise UsageError(
+            f"`{option} {shorten(text)}` is not a number of parameters.",
+            remedy=f"{option} 2851e6, or 2.8B, or 32000000",
+        )
+    return round(number)
+
+
+def choose_strategy(
+    options: EstimateOptions,
+    *,
+    spec: ModelSpec,
+    group: NodeGroup,
+    trainer: TrainerVersion | None = None,
+) -> Strategy:
     """The strategy that the options state, completed for this model and GPU."""
     settings = read_settings(options.settings)
-    options = _merge_settings(options, settings)
-    method = choices.read_word(options.method or "lora", choices.METHODS, option="--method")
-    dtypes = _choose_dtypes(
-        options, method=method, card_half=choose_compute_dtype(spec, group.node.gpu)
-    )
-    attention = choose_attention(spec, group.node, compute=dtypes["compute"])
+    # `--gpus-per-node` is of the ZeRO table.
+    names = [name for name in FIELDS if name != "gpus_per_node"]
+    given = {name: getattr(options, name, None) for name in names}
+    refuse_twice(settings, given)
+    method = settings["method"].value if "method" in settings else given["method"] or "lora"
+    stated = _read_stated(given) | settings
+    half = choose_compute_dtype(spec, group.node.gpu)
+    dtypes = _choose_dtypes(stated, method=method, card_half=half)
+    compute = dtypes["compute"]
+    attention = choose_attention(spec, group.node, compute=compute)
     is_fp8 = bool(settings.get("fp8"))
-    given: dict[str, Any] = {
-        **dtypes,
-        "attention": attention,
-        "repeat_keys": must_repeat_keys(
-            spec, group.node, attention=attention, compute=dtypes["compute"]
-        ),
-        "seq_len": min(DEFAULT_SEQ_LEN, spec.max_positions or DEFAULT_SEQ_LEN),
-        # fp8 is made of unpacked matrices, and keeps frozen ones in a form that fused LoRA
-        # alone can read.
-        "dequantized_base": is_fp8 and dtypes["weights"] is Dtype.NF4,
-        "fused_lora": is_fp8 and method in ("lora", "qlora"),
-        **_choose_layout(options, group),
-        **_stated(options),
-        "method": Method.LORA if method == "qlora" else Method(method),
-        **settings,
-    }
-    return Strategy(**given)
+    is_one_gpu = group.num_nodes * group.node.num_gpus == 1
+    sharding = stated.get("sharding", Sharding.SINGLE if is_one_gpu else Sharding.FSDP)
+    is_single = sharding is Sharding.SINGLE
+    chosen = Strategy(
+        **{
+            "attention": attention,
+            "repeat_keys": must_repeat_keys(spec, group.node, attention=attention, compute=compute),
+            "seq_len": min(DEFAULT_SEQ_LEN, spec.max_positions or DEFAULT_SEQ_LEN),
+            # fp8 is made of unpacked matrices, and keeps frozen ones in a form that fused LoRA
+            # alone can read.
+            "dequantized_base": is_fp8 and dtypes["weights"] is Dtype.NF4,
+            "fused_lora": is_fp8 and method in ("lora", "qlora"),
+            "sharding": sharding,
+            "num_nodes": 1 if is_single else group.num_nodes,
+            "gpus_per_node": 1 if is_single else group.node.num_gpus,
+            **dtypes,
+            **stated,
+            "method": Method.LORA if method == "qlora" else Method(method),
+        }
+    )
+    if trainer is None:
+        return chosen
+    fixed = {*stated, "method", *(["weights"] if method == "qlora" else [])}
+    return trainer.follow(chosen, spec.model_type, given=fixed)
 
 
-def _merge_settings(options: EstimateOptions, settings: dict[str, Any]) -> EstimateOptions:
-    """The options, with values of `--set` for fields that decide others."""
+def _read_stated(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings that have an option of their own, in the Strategy's own types."""
     stated = {
-        name: getattr(options, name) for name in Strategy.model_fields if hasattr(options, name)
+        name: value for name, value in given.items() if value is not None and name != "method"
     }
-    only_given = {
-        name: None
-        if (value is False and name in _BARE_SWITCHES) or name == "gpus_per_node"
-        else value
-        for name, value in stated.items()
-    }
-    refuse_twice(settings, only_given)
-    leading = ("method", "weights", "compute", "adapter_dtype", "sharding")
-    return replace(options, **{name: settings[name].value for name in leading if name in settings})
+    if "lora_targets" in stated:
+        names = stated["lora_targets"].split(",")
+        stated["lora_targets"] = tuple(name.strip() for name in names if name.strip())
+        if not stated["lora_targets"]:
+            raise UsageError(
+                "`--lora-targets` names no module.", remedy="--lora-targets all-linear"
+            )
+    read = Strategy(**stated)
+    return {name: getattr(read, name) for name in stated}
 
 
-def _choose_dtypes(options: EstimateOptions, *, method: str, card_half: Dtype) -> dict[str, Any]:
-    compute = _dtype(options.compute, choices.COMPUTE, "--compute")
-    weights = _dtype(options.weights, choices.WEIGHTS, "--weights")
+def _choose_dtypes(stated: Mapping[str, Any], *, method: str, card_half: Dtype) -> dict[str, Any]:
+    compute, weights = stated.get("compute"), stated.get("weights")
     if method == "qlora" and weights not in (None, Dtype.NF4):
         raise UsageError(
-            f"`--method qlora` stores nf4 weights, not {options.weights}.",
-            remedy=f"--method lora --weights {options.weights}",
+            f"`--method qlora` stores nf4 weights, not {weights.value}.",
+            remedy=f"--method lora --weights {weights.value}",
         )
     if weights is None:
-        weights = _default_weights(method, half=compute or card_half)
         compute = compute or card_half
+        weights = compute
+        if method == "qlora":
+            weights = Dtype.NF4
+        elif method == "full" and compute is Dtype.FP16:
+            # fp16 arithmetic on trained weights needs an fp32 copy to step; frozen ones do not.
+            weights = Dtype.FP32
     elif compute is None:
         compute = card_half if weights.is_quantized else weights
-    # A gradient scaler cannot unscale fp16 gradients, so fp16 arithmetic keeps fp32 adapters.
-    adapter = Dtype.BF16 if compute is Dtype.BF16 else Dtype.FP32
     return {
         "autocast": compute is Dtype.FP16 and weights is not Dtype.FP32,
         "weights": weights,
         "compute": compute,
-        "adapter_dtype": _dtype(options.adapter_dtype, choices.COMPUTE, "--adapter-dtype")
-        or adapter,
+        # A gradient scaler cannot unscale fp16 gradients, so fp16 arithmetic keeps fp32 adapters.
+        "adapter_dtype": Dtype.BF16 if compute is Dtype.BF16 else Dtype.FP32,
     }
-
-
-def _default_weights(method: str, *, half: Dtype) -> Dtype:
-    """fp16 arithmetic on trained weights needs an fp32 copy to step; frozen ones do not."""
-    if method == "qlora":
-        return Dtype.NF4
-    return Dtype.FP32 if method == "full" and half is Dtype.FP16 else half
-
-
-def _dtype(text: str | None, known: tuple[str, ...], option: str) -> Dtype | None:
-    return None if text is None else choices.read_choice(Dtype, text, known=known, option=option)
-
-
-def _choose_layout(options: EstimateOptions, group: NodeGroup) -> dict[str, Any]:
-    num_gpus = group.num_nodes * group.node.num_gpus
-    sharding = Sharding.SINGLE if num_gpus == 1 else Sharding.FSDP
-    if options.sharding is not None:
-        sharding = choices.read_choice(
-            Sharding, options.sharding, known=choices.SHARDINGS, option="--sharding"
-        )
-    is_single = sharding is Sharding.SINGLE
-    return {
-        "sharding": sharding,
-        "num_nodes": 1 if is_single else group.num_nodes,
-        "gpus_per_node": 1 if is_single else group.node.num_gpus,
-    }
-
-
-def _stated(options: EstimateOptions) -> dict[str, Any]:
-    """Fields that go through as given; what was not given keeps the Strategy's own default."""
-    words: tuple[tuple[str, type[Any], tuple[str, ...]], ...] = (
-        ("optimizer", Optimizer, choices.OPTIMIZERS),
-        ("attention", Attention, choices.ATTENTIONS),
-        ("loss", Loss, choices.LOSSES),
-        ("offload", Offload, choices.OFFLOADS),
-    )
-    plain = (
-        *("lora_rank", "micro_batch", "seq_len", "grad_accum", "checkpointing"),
-        *("fused_kernels", "fused_lora", "dequantized_base", "double_quant", "train_embeddings"),
-    )
-    stated = {name: getattr(options, name) for name in plain}
-    for name, kind, known in words:
-        text = getattr(options, name)
-        if text is not None:
-            stated[name] = choices.read_choice(kind, text, known=known, option=f"--{name}")
-    if options.lora_targets is not None:
-        stated["lora_targets"] = _read_targets(options.lora_targets)
-    return {name: value for name, value in stated.items() if value is not None}
-
-
-def _read_targets(text: str) -> tuple[str, ...]:
-    names = tuple(name.strip() for name in text.split(",") if name.strip())
-    if not names:
-        raise UsageError("`--lora-targets` names no module.", remedy="--lora-targets all-linear")
-    return names

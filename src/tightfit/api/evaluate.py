@@ -2,20 +2,100 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from tightfit.api.call import accepts_keywords
+from tightfit.api.options.common import complete_model, model_argument
 from tightfit.api.options.engines import read_template
-from tightfit.api.options.export import METRICS, EvalOptions
 from tightfit.core.errors import NotFoundError, UsageError
+from tightfit.core.options import count_option, offer, read_word, switch_option, text_option
 from tightfit.core.packages import require_packages
-from tightfit.core.suggest import did_you_mean
+from tightfit.core.progress import Progress
 from tightfit.core.text import shorten
+from tightfit.evaluation.metrics import METRICS
 
 if TYPE_CHECKING:
     from tightfit.evaluation.scores import Scores
+
+
+METRIC_WORDS = ("auto", *METRICS)
+MAX_EVAL_ROWS = 10**9
+MAX_EVAL_BATCH = 65_536
+MAX_EVAL_NEW_TOKENS = 1_048_576
+
+EVAL_EXAMPLES = """\b
+Examples:
+  tightfit eval runs/sql --data test.jsonl
+  tightfit eval runs/sql --data test.jsonl --databases databases --limit 100
+  tightfit eval runs/summaries --data samsum_test.jsonl --metric rouge
+  tightfit eval runs/sql --data test.jsonl --beside runs/sql/merged --beside small.gguf
+  tightfit eval ./my-model --data wiki.txt --metric loss --json
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalOptions:
+    """Score a run or a model on a data file, before and after tuning.
+
+    A run's model, template and sequence length come from its plan. Metrics by what the data
+    is: loss and perplexity always; ROUGE for summaries; for text-to-SQL whether the answer's
+    query finds what the gold query finds, and exact match; exact match elsewhere.
+
+    Queries run read-only and time-limited. Results agree as multisets of rows, in order where
+    the gold query is ordered, columns as given.
+    """
+
+    target: Annotated[
+        str,
+        model_argument(
+            "RUN|MODEL",
+            "A run folder, an adapter folder, a model folder, a cached hub id or a GGUF file.",
+        ),
+    ] = field(kw_only=False)
+    data: str | None = text_option("FILE", "Rows that were not trained on.", example="test.jsonl")
+    metrics: list[str] | None = text_option(
+        "|".join(METRIC_WORDS),
+        "Repeatable. auto chooses by the data; "
+        + "; ".join(f"{metric.word}: {metric.help}" for metric in METRICS.values())
+        + ". [default: auto]",
+        complete=offer(METRIC_WORDS),
+        name="--metric",
+        parse=lambda typed, option: read_word(typed, METRIC_WORDS, option=option.name),
+    )
+    databases: str | None = text_option(
+        "FOLDER",
+        "Folder with NAME.sqlite for the rows' db_id. [default: databases/ beside the data; "
+        "without one, synthetic rows in the tables that each row shows]",
+        example="databases",
+    )
+    limit: int | None = count_option("Only the first N rows.", most=MAX_EVAL_ROWS, example=100)
+    batch: int | None = count_option(
+        "Answers generated at a time. [default: 16]", most=MAX_EVAL_BATCH, example=16
+    )
+    max_new_tokens: int | None = count_option(
+        "Longest answer. [default: the longest gold answer and 32 more]",
+        most=MAX_EVAL_NEW_TOKENS,
+        example=128,
+    )
+    base: bool = switch_option(
+        "Score the base model too.", has_off=True, show_default=True, default=True
+    )
+    beside: list[str] | None = text_option(
+        "MODEL|FILE",
+        "Score another artefact of the same model too: merged, quantized, a GGUF file. Repeatable.",
+        complete=complete_model,
+    )
+    save: str | None = text_option(
+        "FOLDER", "Folder for the scores and every answer. [default: RUN/eval]", example="scores"
+    )
+    settings: list[str] | None = text_option(
+        "template=NAME",
+        "Read the rows with another template than the run's or the tokenizer's.",
+        name="--set",
+    )
+    progress: Progress | None = None
 
 
 @accepts_keywords(EvalOptions)
@@ -26,7 +106,9 @@ def evaluate(options: EvalOptions) -> Scores:
             "No data to evaluate on was named.",
             remedy=f"tightfit eval {shorten(options.target)} --data test.jsonl",
         )
-    metrics = _read_metrics(options.metrics or ())
+    metrics = dict.fromkeys(options.metrics or ())
+    if "auto" in metrics and len(metrics) > 1:
+        raise UsageError("`--metric auto` chooses by itself.", remedy="leave it out")
     template = read_template(options.settings or ())
     databases = None if options.databases is None else Path(options.databases)
     if databases is not None and not databases.is_dir():
@@ -36,13 +118,12 @@ def evaluate(options: EvalOptions) -> Scores:
         )
     require_packages("Evaluation", "torch", "transformers", "peft", extra="eval")
     from tightfit.evaluation.evaluate import DEFAULT_BATCH, EvaluateRequest, evaluate_model
-    from tightfit.evaluation.metrics import Metric
 
     return evaluate_model(
         EvaluateRequest(
             target=options.target,
             data=options.data,
-            metrics=tuple(Metric(name) for name in metrics),
+            metrics=tuple(name for name in metrics if name != "auto"),
             databases=databases,
             limit=options.limit,
             batch=options.batch or DEFAULT_BATCH,
@@ -54,17 +135,3 @@ def evaluate(options: EvalOptions) -> Scores:
             report=options.progress,
         )
     )
-
-
-def _read_metrics(names: Sequence[str]) -> tuple[str, ...]:
-    """Metrics by name; none for `auto`."""
-    chosen = [name.strip().lower() for name in names]
-    for name in chosen:
-        if name not in METRICS:
-            raise UsageError(
-                f"`--metric {shorten(name)}` is not known.{did_you_mean(name, METRICS)}",
-                remedy=f"--metric {'|'.join(METRICS)}",
-            )
-    if "auto" in chosen and len(set(chosen)) > 1:
-        raise UsageError("`--metric auto` chooses by itself.", remedy="leave it out")
-    return tuple(dict.fromkeys(name for name in chosen if name != "auto"))

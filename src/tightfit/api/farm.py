@@ -9,13 +9,13 @@ from pathlib import Path
 
 from tightfit.api.call import accepts_keywords
 from tightfit.api.generate import (
+    AnswersResult,
     choose_out,
-    failed_answers_error,
     predict_job,
     read_generate_job,
 )
 from tightfit.api.options.engines import engine_request
-from tightfit.api.options.serving import RAY, FarmOptions, read_engine
+from tightfit.api.options.serving import RAY, FarmOptions
 from tightfit.clusters.site import read_site
 from tightfit.core.errors import UsageError, UserError
 from tightfit.core.files import check_writable, write_atomic
@@ -24,10 +24,16 @@ from tightfit.engines.open import EngineRequest
 from tightfit.farming.backends.local import LocalStarter
 from tightfit.farming.estimate import FarmEstimate, FarmWorkload, estimate_farm, record_farm_rates
 from tightfit.farming.folder import LEASE_SECONDS, FarmFile
-from tightfit.farming.progress import FarmProgress
 from tightfit.farming.results import count_published_answers
-from tightfit.farming.statistics import FarmStatistics
-from tightfit.farming.submit import FarmJob, FarmOutcome, Submitter, open_farm, read_statistics
+from tightfit.farming.statistics import FarmProgress, FarmStatistics
+from tightfit.farming.submit import (
+    FarmJob,
+    FarmOutcome,
+    Submitter,
+    count_left,
+    open_farm,
+    read_statistics,
+)
 from tightfit.farming.worker_pool import (
     KUBERNETES,
     LOCAL,
@@ -40,10 +46,10 @@ from tightfit.farming.worker_pool import (
     read_partitions,
 )
 from tightfit.hardware.local import probe_here
-from tightfit.hardware.nvml import read_driver
-from tightfit.runtime.artefacts import find_artefact
-from tightfit.serving.generate.job import GenerateJob, describe_settings
+from tightfit.hardware.machine import read_driver
+from tightfit.runtime.model_files import find_artefact
 from tightfit.serving.generate.prediction import InferencePrediction, require_fit
+from tightfit.serving.generate.run import GenerateJob, describe_settings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,23 +64,13 @@ class FarmPreview:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FarmResult:
+class FarmResult(AnswersResult):
     """What a farm wrote."""
 
-    out: Path
-    num_answers: int
-    num_failed: int = 0
-    failures_path: Path | None = None
     statistics: FarmStatistics | None = None
     """None where an earlier call finished it and `stats` was not given."""
     estimate: FarmEstimate | None = None
     """Of all answers, as it was before the workers started."""
-    was_finished: bool = False
-
-    @property
-    def error(self) -> UserError | None:
-        """What to report where prompts failed."""
-        return failed_answers_error(self.num_failed, self.num_answers, self.out)
 
 
 class FarmWatcher:
@@ -104,8 +100,11 @@ class FarmWatcher:
         """Workers were started, in one line."""
 
     def stops_workers(self) -> bool:
-        """Asked on Ctrl-C: whether the workers end too. Otherwise they go on."""
+        """Asked when the call is interrupted: whether the workers end too. Otherwise they go on."""
         return True
+
+    def left_running(self, cancel_commands: tuple[str, ...]) -> None:
+        """The workers go on, or stay in the queue; the commands that end them from a shell."""
 
     def interrupted(self, file: FarmFile, num_kept: int) -> None:
         """The call was interrupted; a later one resumes the farm."""
@@ -121,7 +120,8 @@ def farm(options: FarmOptions) -> FarmResult:
 def preview_farm(options: FarmOptions) -> FarmPreview:
     """Where workers would run, and the expected time and cost."""
     plan = _FarmPlan(options)
-    return plan.preview(plan.predict(), num_answers=plan.job.num_answers)
+    num_left = count_left(plan.describe_job())
+    return plan.preview(plan.predict() if num_left else None, num_answers=num_left)
 
 
 def run_farm(options: FarmOptions, watcher: FarmWatcher) -> FarmResult:
@@ -159,7 +159,7 @@ def run_farm(options: FarmOptions, watcher: FarmWatcher) -> FarmResult:
         num_failed=num_failed,
         failures_path=outcome.collected.failures_path,
         statistics=outcome.statistics,
-        estimate=whole,
+        estimate=whole if num_left else preview.estimate,
     )
 
 
@@ -199,7 +199,7 @@ class _FarmPlan:
             raise UsageError(
                 "No model was named.", remedy="tightfit farm MODEL --prompts prompts.txt"
             )
-        engine = read_engine(options.engine)
+        engine = options.engine
         self._options = options
         self.job = read_generate_job(options, options, verb="farm", model=model)
         self.out = choose_out(options)
@@ -280,6 +280,8 @@ def _watch(submitter: Submitter, preview: FarmPreview, watcher: FarmWatcher) -> 
         except KeyboardInterrupt:
             if watcher.stops_workers():
                 submitter.stop()
+            else:
+                watcher.left_running(submitter.list_cancel_commands())
             raise
         finally:
             disconnect_ray()

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from tightfit.api.call import accepts_keywords
 from tightfit.api.options.engines import (
@@ -20,13 +20,13 @@ from tightfit.api.options.engines import (
 from tightfit.api.options.serving import GenerateOptions
 from tightfit.core.errors import InvalidInputError, NotFoundError, UsageError, UserError
 from tightfit.core.files import check_writable, write_atomic
+from tightfit.core.options import list_given
 from tightfit.core.progress import Progress
 from tightfit.core.text import shorten
 from tightfit.engines.open import EngineRequest, open_prompter
 from tightfit.engines.protocol import EngineInfo
 from tightfit.farming.estimate import FarmWorkload, record_single_engine
-from tightfit.runtime.artefacts import find_artefact
-from tightfit.serving.generate.job import GenerateJob, OnAnswer, describe_settings, write_failures
+from tightfit.runtime.model_files import find_artefact
 from tightfit.serving.generate.journal import Journal, open_journal
 from tightfit.serving.generate.prediction import (
     InferencePrediction,
@@ -35,8 +35,15 @@ from tightfit.serving.generate.prediction import (
     require_fit,
 )
 from tightfit.serving.generate.prompts import STDIN, PromptRequest, check_template, read_prompts
-from tightfit.serving.generate.run import EngineRun, run_engine, sum_run
-from tightfit.serving.generate.statistics import GenerateStatistics
+from tightfit.serving.generate.run import (
+    EngineRun,
+    GenerateJob,
+    OnAnswer,
+    describe_settings,
+    run_engine,
+    write_failures,
+)
+from tightfit.serving.generate.statistics import GenerateStatistics, sum_run
 
 NUM_PREVIEWED_PROMPTS = 3
 
@@ -53,8 +60,8 @@ class GeneratePreview:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerateResult:
-    """What a run wrote."""
+class AnswersResult:
+    """The answers to a file of prompts."""
 
     out: Path
     num_answers: int
@@ -62,15 +69,28 @@ class GenerateResult:
     num_failed: int = 0
     failures_path: Path | None = None
     """The prompts that could not be answered, and why."""
-    statistics: GenerateStatistics | None = None
-    """Of the answers that this call computed; None where there were none."""
     was_finished: bool = False
-    """An earlier run had answered everything."""
+    """An earlier call had answered everything."""
 
     @property
     def error(self) -> UserError | None:
         """What to report where prompts failed."""
-        return failed_answers_error(self.num_failed, self.num_answers, self.out)
+        if not self.num_failed:
+            return None
+        others = f"; the others are in {self.out}" if self.num_failed < self.num_answers else ""
+        return UserError(
+            f"{self.num_failed:,} of {self.num_answers:,} answers could not be given{others}.",
+            remedy=f"{self.out}.failed.jsonl says why; the same command, or one with a larger "
+            "--context, tries those again",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateResult(AnswersResult):
+    """What a run wrote."""
+
+    statistics: GenerateStatistics | None = None
+    """Of the answers that this call computed; None where there were none."""
 
     def read_rows(self) -> list[dict[str, Any]]:
         """The answers in the prompts' order, one row for each prompt and sample."""
@@ -150,8 +170,10 @@ def read_generate_job(
         )
     request = _prompt_request(prompts)
     _require_other_file(prompts)
+    if request.path == STDIN and sys.stdin is None:  # closed by the parent process
+        raise UsageError("`--prompts -` reads stdin, which is closed.", remedy="--prompts FILE")
     job = GenerateJob(
-        prompts=read_prompts(request, _open_stdin() if request.path == STDIN else None),
+        prompts=read_prompts(request, sys.stdin.buffer if request.path == STDIN else None),
         sampling=read_sampling(sampling),
         num_samples=prompts.n or 1,
         is_raw=prompts.raw,
@@ -177,18 +199,6 @@ def predict_job(request: EngineRequest, job: GenerateJob) -> InferencePrediction
     """Memory and speed of a job; None where the model's shapes are not known."""
     lengths = measure_prompts(job.prompts, open_prompter(request), is_raw=job.is_raw)
     return predict_inference(request, lengths, job.sampling)
-
-
-def failed_answers_error(num_failed: int, num_answers: int, out: Path) -> UserError | None:
-    """The error that says how many answers failed; None where none did."""
-    if not num_failed:
-        return None
-    others = f"; the others are in {out}" if num_failed < num_answers else ""
-    return UserError(
-        f"{num_failed:,} of {num_answers:,} answers could not be given{others}.",
-        remedy=f"{out}.failed.jsonl says why; the same command, or one with a larger --context, "
-        "tries those again",
-    )
 
 
 def _read(options: GenerateOptions) -> tuple[GenerateJob, EngineRequest]:
@@ -219,13 +229,20 @@ def _answer(
         except KeyboardInterrupt:
             watcher.interrupted(journal.num_done, job.num_answers)
             raise
-    failures = () if run is None else run.outcome.failures
+    failures = () if run is None else run.failures
     journal.finish(is_complete=not failures)
     failures_path = write_failures(journal.out, failures)
     statistics = None
-    if run is not None and run.outcome.timings:
+    if run is not None and run.timings:
         statistics = sum_run(run, job, prediction, num_earlier=num_earlier)
-        _record_rate(statistics, prediction, threads=request.threads)
+        if prediction is not None and not statistics.num_earlier_answers:
+            # Keep the measured rate for the estimate of the next farm.
+            workload = FarmWorkload(
+                num_answers=statistics.num_answers,
+                num_new_tokens=statistics.new_tokens,
+                threads=request.threads,
+            )
+            record_single_engine(prediction, workload, rate=statistics.rates.new_per_second)
     return GenerateResult(
         out=journal.out,
         num_answers=job.num_answers,
@@ -233,25 +250,6 @@ def _answer(
         failures_path=failures_path,
         statistics=statistics,
     )
-
-
-def _record_rate(
-    statistics: GenerateStatistics, prediction: InferencePrediction | None, *, threads: int | None
-) -> None:
-    """Keep the measured rate for the estimate of the next farm."""
-    if prediction is not None and not statistics.num_earlier_answers:
-        workload = FarmWorkload(
-            num_answers=statistics.num_answers,
-            num_new_tokens=statistics.new_tokens,
-            threads=threads,
-        )
-        record_single_engine(prediction, workload, rate=statistics.rates.new_per_second)
-
-
-def _open_stdin() -> BinaryIO:
-    if sys.stdin is None:  # closed by the parent process
-        raise UsageError("`--prompts -` reads stdin, which is closed.", remedy="--prompts FILE")
-    return sys.stdin.buffer
 
 
 def _require_other_file(options: PromptOptions) -> None:
@@ -267,15 +265,7 @@ def _require_other_file(options: PromptOptions) -> None:
 
 
 def _prompt_request(options: PromptOptions) -> PromptRequest:
-    named = [
-        name
-        for name, value in (
-            ("--column", options.column),
-            ("--template", options.template),
-            ("--template-text", options.template_text),
-        )
-        if value is not None
-    ]
+    named = list(list_given(options, ("column", "template", "template_text")))
     if len(named) > 1:
         raise UsageError(
             f"`{named[0]}` and `{named[1]}` both say what the prompt is.", remedy="keep one of them"

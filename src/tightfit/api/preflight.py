@@ -11,19 +11,17 @@ from pydantic import ValidationError
 
 from tightfit.api.call import accepts_keywords
 from tightfit.api.options.clusters import MAX_NODES, PreflightOptions
-from tightfit.clusters.nodes import NODES_VARIABLE, expand_nodes, node_prefix
-from tightfit.clusters.preflight.gather import PreflightRequest
-from tightfit.clusters.preflight.run import (
-    Allocation,
+from tightfit.clusters.nodes import DEFAULT_PORT, NODES_VARIABLE, expand_nodes, node_prefix
+from tightfit.clusters.preflight.gather import (
     PreflightReport,
-    allocation_command,
+    PreflightRequest,
     make_agent_command,
     run_preflight,
 )
-from tightfit.clusters.rendezvous import DEFAULT_PORT
 from tightfit.clusters.site import Site, read_site
-from tightfit.clusters.slurm.resources import filter_nodes
+from tightfit.clusters.slurm.script import allocation_command, select_nodes
 from tightfit.core.errors import SetupError, UsageError
+from tightfit.core.options import list_given, repeat_options
 from tightfit.core.text import shorten
 from tightfit.hardware.slurm import probe_slurm_inventory
 
@@ -38,15 +36,11 @@ def preflight(options: PreflightOptions) -> PreflightReport:
     site = read_site()
     if options.on is not None:
         return _run_in_allocation(options, site)
-    for name, value in (
-        ("--num-nodes", options.num_nodes),
-        ("--gpus-per-node", options.gpus_per_node),
-    ):
-        if value is not None:
-            raise UsageError(
-                f"{name} is for nodes that Slurm is asked for.",
-                remedy=f"tightfit preflight --on slurm:PARTITION {name} {value}",
-            )
+    for name, value in list_given(options, ("num_nodes", "gpus_per_node")).items():
+        raise UsageError(
+            f"{name} is for nodes that Slurm is asked for.",
+            remedy=f"tightfit preflight --on slurm:PARTITION {name} {value}",
+        )
     request = PreflightRequest(
         nodes=_read_nodes(options, os.environ),
         start=make_agent_command(site, options.run_with or node_prefix(site, os.environ)),
@@ -91,14 +85,14 @@ def _run_in_allocation(options: PreflightOptions, site: Site) -> PreflightReport
             "--nodes and --on both say which nodes.",
             remedy=f"tightfit preflight --on {options.on} --num-nodes 2",
         )
-    wanted = Allocation(
-        partition=partition or None,
-        num_nodes=options.num_nodes or DEFAULT_NUM_NODES,
-        gpus_per_node=options.gpus_per_node or 0,
+    num_nodes, num_gpus = options.num_nodes or DEFAULT_NUM_NODES, options.gpus_per_node or 0
+    _check_available(partition or site.slurm.partition, site, num_nodes, num_gpus)
+    words = repeat_options(list_given(options, ("run_with", "interface", "port", "shared")))
+    preflight = [sys.executable, "-m", "tightfit", "preflight", *words, "--json"]
+    command = allocation_command(
+        preflight, site, partition=partition or None, num_nodes=num_nodes, gpus_per_node=num_gpus
     )
-    _check_available(wanted, site)
-    command = allocation_command(wanted, _own_command(options), site)
-    _report(options, f"asking Slurm for {wanted.num_nodes} nodes (Ctrl-C gives up waiting)")
+    _report(options, f"asking Slurm for {num_nodes} nodes (Ctrl-C gives up waiting)")
     try:
         # stderr is passed through: salloc says there how long it waits, and why it fails.
         done = subprocess.run(command, stdout=subprocess.PIPE, check=False)
@@ -112,7 +106,7 @@ def _run_in_allocation(options: PreflightOptions, site: Site) -> PreflightReport
     except ValidationError as error:
         if done.returncode == SALLOC_FAILED:
             raise SetupError(
-                f"Slurm gave no {wanted.num_nodes} nodes; salloc says why above.",
+                f"Slurm gave no {num_nodes} nodes; salloc says why above.",
                 remedy="tightfit hardware --on slurm    (what there is)",
             ) from error
         raise SetupError(
@@ -121,28 +115,17 @@ def _run_in_allocation(options: PreflightOptions, site: Site) -> PreflightReport
         ) from error
 
 
-def _check_available(wanted: Allocation, site: Site) -> None:
+def _check_available(partition: str | None, site: Site, num_nodes: int, num_gpus: int) -> None:
     """salloc would wait for ever for nodes that do not exist."""
     try:
-        inventory = probe_slurm_inventory(wanted.partition or site.slurm.partition)
+        inventory = probe_slurm_inventory(partition)
     except SetupError:
         return  # salloc says what is wrong with Slurm
-    inventory = filter_nodes(inventory, site.slurm.constraint)
-    fitting = [node for node in inventory.nodes if node.num_gpus >= wanted.gpus_per_node]
-    if len(fitting) < wanted.num_nodes:
-        with_gpus = f" with {wanted.gpus_per_node} GPUs" if wanted.gpus_per_node else ""
+    inventory = select_nodes(inventory, site.slurm)[0]
+    fitting = [node for node in inventory.nodes if node.num_gpus >= num_gpus]
+    if len(fitting) < num_nodes:
+        with_gpus = f" with {num_gpus} GPUs" if num_gpus else ""
         raise UsageError(
-            f"`--num-nodes {wanted.num_nodes}`: {inventory.source} has {len(fitting)}{with_gpus}.",
+            f"`--num-nodes {num_nodes}`: {inventory.source} has {len(fitting)}{with_gpus}.",
             remedy=f"tightfit hardware --on {inventory.source} --each    (what there is)",
         )
-
-
-def _own_command(options: PreflightOptions) -> list[str]:
-    given = {
-        "--run-with": options.run_with,
-        "--interface": options.interface,
-        "--port": options.port,
-        "--shared": options.shared,
-    }
-    words = [word for name, value in given.items() if value for word in (name, str(value))]
-    return [sys.executable, "-m", "tightfit", "preflight", *words, "--json"]

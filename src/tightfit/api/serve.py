@@ -15,11 +15,12 @@ from tightfit.core.files import write_atomic
 from tightfit.core.packages import require_packages
 from tightfit.engines.open import open_engine
 from tightfit.engines.protocol import Engine
-from tightfit.runtime.artefacts import find_artefact
+from tightfit.runtime.model_files import find_artefact
 
 if TYPE_CHECKING:
     from tightfit.serving.http.app import ApiSettings
-    from tightfit.serving.http.server import ApiServer, BoundSocket, LoadedModel, ServerReady
+    from tightfit.serving.http.server import ApiServer, LoadedModel, ServerReady
+    from tightfit.serving.sockets import BoundSocket
 
 KEY_VARIABLE = "TIGHTFIT_API_KEY"
 
@@ -59,15 +60,10 @@ class ModelServer:
         from tightfit.serving.http.server import (
             DEFAULT_DRAIN_SECONDS,
             ApiServer,
-            bind_socket,
             name_models,
         )
+        from tightfit.serving.sockets import bind_socket
 
-        for text in (*options.targets, *(options.names or ())):
-            if not text.strip():
-                raise UsageError(
-                    "A model's name is empty.", remedy="tightfit serve MODEL --name NAME"
-                )
         self._options = options
         self._watcher = watcher
         self._artefacts = [find_artefact(target) for target in options.targets]
@@ -99,10 +95,8 @@ class ModelServer:
         self._server.stop()
 
     def _load(self) -> list[LoadedModel]:
-        from tightfit.serving.http.server import LoadedModel
-
         opened: dict[object, Engine] = {}
-        loaded = []
+        loaded: list[LoadedModel] = []
         try:
             for artefact, names in zip(self._artefacts, self._names, strict=True):
                 # The same files under two names are loaded once.
@@ -110,7 +104,7 @@ class ModelServer:
                 if key not in opened:
                     self._watcher.loading(artefact.name)
                     opened[key] = open_engine(engine_request(self._options, artefact))
-                loaded.append(LoadedModel(engine=opened[key], names=names))
+                loaded.append((opened[key], names))
         except BaseException:
             for engine in opened.values():
                 engine.close()

@@ -10,25 +10,27 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.api.call import accepts_keywords
-from tightfit.api.options.choices import read_word
-from tightfit.api.options.clusters import STAGE_METHODS, StageOptions
+from tightfit.api.options.clusters import StageOptions
 from tightfit.clusters.site import Site, read_site
-from tightfit.clusters.staging.cost import CopyMethod
+from tightfit.clusters.staging import CopyMethod
 from tightfit.clusters.staging.home import StagedCopy
 from tightfit.clusters.staging.nodes import (
     LocalNode,
     StagingNode,
+    agent_command,
     ask_all,
+    find_nodes,
     start_agents,
     stop_agents,
 )
-from tightfit.clusters.staging.resolve import (
-    agent_command,
+from tightfit.clusters.staging.stage import (
+    Stager,
+    StageRequest,
+    StageResult,
     choose_target,
-    find_nodes,
+    describe_source,
     locate_source,
 )
-from tightfit.clusters.staging.stage import Stager, StageRequest, StageResult, describe_source
 from tightfit.core.errors import NotFoundError, UsageError
 from tightfit.core.units import parse_bytes
 from tightfit.runtime.staged import make_key, real_source
@@ -58,7 +60,6 @@ def stage(options: StageOptions) -> StageResult:
     """Copy the model to every node; `lost` of the result names nodes that have no whole copy."""
     site = read_site()
     target = choose_target(options.to, site, os.environ)
-    word = read_word(options.how or "auto", STAGE_METHODS, option="--how")
     leave = None if options.leave is None else parse_bytes(options.leave)
     if options.model is None:
         raise UsageError("No model was named.", remedy="tightfit stage ./my-model")
@@ -68,7 +69,7 @@ def stage(options: StageOptions) -> StageResult:
         request = StageRequest(
             source=source,
             to=target,
-            how=None if word == "auto" else CopyMethod(word),
+            how=None if options.how in (None, "auto") else CopyMethod(options.how),
             leave_bytes=leave,
             verify=options.verify,
             interface=options.interface or site.interface,
@@ -122,13 +123,13 @@ def _open_nodes(
     options: StageOptions, site: Site, num_bytes: int = 0
 ) -> Iterator[list[StagingNode]]:
     """The nodes that are meant, with an agent on each, for as long as the block lasts."""
-    found = find_nodes(
+    names, prefix = find_nodes(
         nodes=options.nodes, on=options.on, site=site, environ=os.environ, num_bytes=num_bytes
     )
     nodes: list[StagingNode] = [LocalNode()]
-    if found.nodes:
-        prefix = options.run_with or found.prefix
-        nodes = start_agents(found.nodes, prefix=prefix, command=agent_command(site))
+    if names:
+        prefix = options.run_with or prefix
+        nodes = start_agents(names, prefix=prefix, command=agent_command(site))
     try:
         yield nodes
     finally:

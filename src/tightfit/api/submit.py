@@ -1,23 +1,37 @@
-"""Plan for a cluster, submit the job, and follow it."""
+"""`submit`: plan for a cluster, prepare the run folder, submit the job, and follow it."""
 
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, fields, replace
 from enum import Enum
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from tightfit.api.call import accepts_keywords
 from tightfit.api.options.clusters import SubmitOptions
 from tightfit.api.training.hardware import state_network
-from tightfit.api.training.recipe import RECIPE_ENDINGS, read_saved_plans
-from tightfit.api.training.run_folder import RunLocation, RunStage, read_run_recipe_file
-from tightfit.api.training.submitted_run import (
-    find_base,
-    find_submitted,
-    list_inputs,
-    prepare_run,
-    write_prepared_run,
+from tightfit.api.training.job import PlannedJob, plan_job, reuse_plan
+from tightfit.api.training.recipe import (
+    RECIPE_ENDINGS,
+    RunRecipe,
+    pick_saved_plan,
+    read_run_recipe_file,
+    read_training_job,
+)
+from tightfit.api.training.run_folder import (
+    RunLocation,
+    RunStage,
+    claim_folder,
+    find_run_location,
+    folder_error,
+    move_aside,
+    name_folder,
+    write_folder,
 )
 from tightfit.clusters.protocol import (
     ClusterBackend,
@@ -29,17 +43,28 @@ from tightfit.clusters.protocol import (
     RunObserver,
     open_backend,
 )
+from tightfit.clusters.requirements import check_space
+from tightfit.clusters.schedulers import SchedulerOptions
 from tightfit.clusters.site import Site, read_site
-from tightfit.core.errors import UsageError, UserError
+from tightfit.core.errors import DoesNotFitError, UsageError, UserError
 from tightfit.core.files import write_atomic
-from tightfit.core.recipe import read_recipe
+from tightfit.core.options import list_given, repeat_options
+from tightfit.core.recipe import Recipe, read_recipe
+from tightfit.core.settings import Offload
+from tightfit.core.text import shorten
+from tightfit.data.token_store import TokenStore
+from tightfit.hardware.types import Cluster, NodeGroup
 from tightfit.planning.plan import Plan
-from tightfit.runs.find import find_run
+from tightfit.runs.report import DEFAULT_FOLDER, find_run
 from tightfit.runs.run_folder import RunFolder
 
 DEFAULT_CLUSTER = "slurm"
 CARRIED_PLAN = "/etc/tightfit/plan.json"
 """Where a job finds a plan that travels with it."""
+
+
+_TOKENS = "tokens"
+"""What `data/encode.py` calls the folder that it makes in a cache."""
 
 
 class SubmitStatus(str, Enum):
@@ -98,34 +123,44 @@ def submit(options: SubmitOptions) -> SubmitResult:
     if options.output is not None and backend.is_remote(options.output):
         draft, notes = _draft_remote(options, backend, options.output)
         return _finish(options, backend, draft, run=None, notes=notes)
-    found_job = _find_job_of_run(options, backend)
-    if found_job is not None:
-        return SubmitResult(
-            status=SubmitStatus.FOUND, backend=backend, run=found_job.run, job=found_job
-        )
-    found = find_submitted(options, runs=site.runs)
-    wanted, _, location = found
+    job = _find_job_of_run(options, backend)
+    if job is not None:
+        return SubmitResult(status=SubmitStatus.FOUND, backend=backend, run=job.run, job=job)
+    wanted, saved = read_training_job(options)
+    if wanted.recipe.on is None:  # the run says where it went, so that `cancel` finds its job
+        recorded = wanted.recipe.model_copy(update={"on": DEFAULT_CLUSTER})
+        wanted = wanted.model_copy(update={"recipe": recorded})
+    home = DEFAULT_FOLDER if site.runs is None else Path(site.runs).expanduser()
+    location = find_run_location(wanted, options, base=home)
     if location.stage is RunStage.FINISHED and not options.dry_run:
         return SubmitResult(status=SubmitStatus.FINISHED, backend=backend, run=location.run)
     job = _find_job_of_recipe(options, backend, location)
     if job is not None:
         return SubmitResult(status=SubmitStatus.FOUND, backend=backend, run=location.run, job=job)
-    folder = location.folder or find_base(site.runs)
-    notes = backend.check_files({"The run folder": folder, **list_inputs(wanted.recipe)})
+    files = {"The run folder": location.folder or home, **_list_inputs(wanted.recipe)}
+    notes = backend.check_files(files)
     nodes = state_network(backend.inventory(), options.network)
     notes += nodes.warnings
+    begun = location.run.read_plan() if location.stage is RunStage.BEGUN else None
     kept = None
-    with prepare_run(options, nodes, found=found, runs=site.runs) as prepared:
-        spec = JobSpec(
-            plan=prepared.plan,
-            run=prepared.run.path,
-            group=prepared.group,
-            can_requeue=options.requeue,
-        )
+    with _open_folders(options, wanted, location, home) as (run, cache):
+        ready, group = _plan(options, nodes, wanted, begun=begun, saved=saved, cache=cache)
+        check_space(cache or run.path, ready.plan)
+        spec = JobSpec(plan=ready.plan, run=run.path, group=group, can_requeue=options.requeue)
         draft = backend.draft(spec)
         if not options.dry_run:
-            kept = write_prepared_run(prepared)
-    return _finish(options, backend, draft, run=prepared.run, notes=notes, kept=kept)
+            kept = _write_run(run, cache, wanted, ready, begun)
+    return _finish(options, backend, draft, run=run, notes=notes, kept=kept)
+
+
+def _list_inputs(recipe: Recipe) -> dict[str, Path]:
+    """What a job reads beside its own folder, by what it is."""
+    from tightfit.runtime.model_files import locate_model
+
+    found = {"The model": locate_model(recipe.model, needs_weights=not recipe.random_weights)}
+    if recipe.template is not None and Path(recipe.template).is_file():
+        found["The template"] = Path(recipe.template)
+    return found
 
 
 def _finish(
@@ -162,28 +197,20 @@ def _finish(
 
 
 def _open_backend(options: SubmitOptions, site: Site) -> ClusterBackend:
-    stated = options.on or _read_recorded_cluster(options.job) or DEFAULT_CLUSTER
+    stated = options.on or read_recorded_cluster(options.job) or DEFAULT_CLUSTER
     name, _, target = stated.partition(":")
     is_stated = bool((options.on or "").partition(":")[2].strip())
     is_plan = options.job.lower().endswith(".json")
+    given = {field.name: getattr(options, field.name) for field in fields(SchedulerOptions)}
     stated_options = ClusterOptions(
+        **given,
         target=target.strip(),
-        time_limit=options.time_limit,
-        account=options.account,
-        qos=options.qos,
-        constraint=options.constraint,
-        reservation=options.reservation,
-        kind=options.kind,
-        context=options.context,
-        namespace=options.namespace,
-        stage=options.stage,
-        write=options.write,
         is_offline=bool(options.dry_run or options.write) and (is_stated or is_plan),
     )
     return open_backend(name.strip().casefold(), stated_options, site)
 
 
-def _read_recorded_cluster(job: str) -> str | None:
+def read_recorded_cluster(job: str) -> str | None:
     """The cluster that the run was submitted to, or the recipe's `on`."""
     run = find_run(job)
     if run is not None:
@@ -255,11 +282,12 @@ def _draft_remote(
     if data is None:
         raise UsageError("No data to train on was named.", remedy="--data /data/train.jsonl")
     notes = backend.check_files({"The data": data})
-    argv = ["tightfit", "train", CARRIED_PLAN, "--data", str(data), "--output", str(folder)]
+    learning = ("eval", "epochs", "max_steps", "lr", "template", "seed", "log_to", "fresh")
+    given = {"--data": data, "--output": folder, **list_given(options, learning)}
     spec = JobSpec(
         plan=plan,
         run=folder,
-        argv=(*argv, *_list_training_options(options)),
+        argv=("tightfit", "train", CARRIED_PLAN, *repeat_options(given)),
         carries_plan=True,
         can_requeue=options.requeue,
     )
@@ -268,19 +296,13 @@ def _draft_remote(
 
 
 def _read_saved_plan(options: SubmitOptions) -> Plan:
-    saved = read_saved_plans(options.job)
-    if saved is None:
+    plan = pick_saved_plan(options)
+    if plan is None:
         raise UsageError(
             f"{options.output} is seen by pods alone, so nothing can be prepared in it from here.",
             remedy="submit a plan (tightfit plan RECIPE --save plan.json), or give the volume a "
             "`local` path in site.yaml",
         )
-    if options.plan > len(saved.plans):
-        raise UsageError(
-            f"`--plan {options.plan}`: {options.job} holds {len(saved.plans)} plans.",
-            remedy=f"--plan {len(saved.plans)}",
-        )
-    plan = saved.plans[options.plan - 1]
     if options.nodes not in (None, plan.strategy.num_nodes):
         raise UsageError(
             f"The plan in {options.job} is for {plan.strategy.num_nodes} nodes.",
@@ -289,13 +311,173 @@ def _read_saved_plan(options: SubmitOptions) -> Plan:
     return plan
 
 
-def _list_training_options(options: SubmitOptions) -> list[str]:
-    """Options of the learning side, for `tightfit train` in the job."""
-    given = {
-        "--eval": options.eval, "--epochs": options.epochs, "--max-steps": options.max_steps,
-        "--lr": options.lr, "--template": options.template, "--seed": options.seed,
-        "--log-to": options.log_to,
-    }  # fmt: skip
-    words = [word for name, value in given.items() if value is not None
-             for word in (name, str(value))]  # fmt: skip
-    return words + (["--fresh"] if options.fresh else [])
+# A run folder prepared here for a job that will run on a cluster.
+
+
+@contextmanager
+def _open_folders(
+    options: SubmitOptions, wanted: RunRecipe, location: RunLocation, home: Path
+) -> Iterator[tuple[RunFolder, Path | None]]:
+    """The run's folder, and the one to encode data in: the same, or one beside it while an old run
+    is there; None for this user's cache, where nothing is to be written.
+
+    Until the run is written, an old run in the same folder is whole, and a failure leaves nothing
+    new behind but data that was encoded into a folder that the user named.
+    """
+    method = wanted.recipe.method.value
+    if options.dry_run:
+        folder = location.folder or name_folder(wanted, method, home=home)
+        yield RunFolder(path=folder.absolute()), None
+        return
+    if location.folder is None:
+        run = RunFolder(path=claim_folder(wanted, method, home=home).absolute())
+        try:
+            yield run, run.path
+        finally:
+            if not run.is_run():  # the next attempt claims another: nobody would find its tokens
+                shutil.rmtree(run.path, ignore_errors=True)
+        return
+    run = RunFolder(path=location.folder.absolute())
+    is_replaced, is_new = options.fresh and run.is_run(), not run.path.exists()
+    cache = run.path
+    try:  # before any work, so that a folder that cannot be is not found out in the middle of it
+        if is_replaced:
+            # On the same disk, so that what it holds can be moved in an instant.
+            name = f".{run.path.name[:100]}."
+            cache = Path(tempfile.mkdtemp(prefix=name, dir=run.path.parent))
+        else:
+            run.path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise folder_error(run.path, error) from error
+    try:
+        yield run, cache
+    finally:
+        if is_replaced:
+            shutil.rmtree(cache, ignore_errors=True)
+        elif is_new:
+            with suppress(OSError):  # it is not empty: encoded data is found again
+                run.path.rmdir()
+
+
+def _write_run(
+    run: RunFolder, cache: Path | None, wanted: RunRecipe, ready: PlannedJob, begun: Plan | None
+) -> Path | None:
+    """Write the run's folder; returns where a run that was there is kept."""
+    kept = None
+    if cache is not None and cache != run.path:
+        kept = move_aside(run.path)
+        run.path.mkdir()
+        ready = _move_tokens(ready, cache, run.path)
+    write_folder(run, wanted, ready, begun)
+    return kept
+
+
+def _move_tokens(ready: PlannedJob, source: Path, target: Path) -> PlannedJob:
+    """The same data, moved from one folder that was a cache to another."""
+    (source / _TOKENS).rename(target / _TOKENS)
+
+    def reopen(store: TokenStore) -> TokenStore:
+        return TokenStore(target / store.folder.relative_to(source))
+
+    encoded = ready.encoded
+    held_out = None if encoded.eval is None else reopen(encoded.eval)
+    return replace(ready, encoded=replace(encoded, train=reopen(encoded.train), eval=held_out))
+
+
+def _plan(
+    options: SubmitOptions,
+    cluster: Cluster,
+    wanted: RunRecipe,
+    *,
+    begun: Plan | None,
+    saved: Plan | None,
+    cache: Path | None,
+) -> tuple[PlannedJob, NodeGroup]:
+    """The run's or file's plan where the cluster can run it, else a new one."""
+    old = begun or saved
+    if old is not None:
+        group = _find_group(cluster, old)
+        if group is not None and options.nodes in (None, old.strategy.num_nodes):
+            ready = reuse_plan(old, wanted, options, cache=cache)
+            plan = begun or ready.plan
+            hardware = plan.hardware.model_copy(update={"group": group.name})
+            return replace(ready, plan=plan.model_copy(update={"hardware": hardware})), group
+        if begun is None:
+            raise UsageError(
+                f"{shorten(options.job)} is planned for {old.strategy.num_nodes} x "
+                f"{old.strategy.gpus_per_node} {old.hardware.node.gpu.name}, which "
+                f"{cluster.source} does not have.",
+                remedy=f"tightfit submit {old.model.name} with the same options    (plans it anew)",
+            )
+    return plan_on_fewest(
+        cluster,
+        options.nodes,
+        lambda part: plan_job(wanted, options, cluster=part, cache=cache, begun=begun),
+    )
+
+
+class Planned(Protocol):
+    """Whatever holds a plan."""
+
+    @property
+    def plan(self) -> Plan: ...
+
+
+_Planned = TypeVar("_Planned", bound=Planned)
+
+
+def plan_on_fewest(
+    cluster: Cluster, num_nodes: int | None, make: Callable[[Cluster], _Planned]
+) -> tuple[_Planned, NodeGroup]:
+    """A plan for `num_nodes`; where none are named, for the fewest that do without offload.
+
+    Offload saves nodes at a price in time that few mean to pay: it is taken where all nodes
+    together need it too. Who wants more speed says --nodes.
+    """
+    found: tuple[_Planned, NodeGroup] | None = None
+    failed: UserError | None = None
+    for part in list_parts(cluster, num_nodes):
+        try:
+            made = make(part)
+        except DoesNotFitError as error:
+            failed = error
+            continue
+        name = made.plan.hardware.group
+        planned = made, next(group for group in part.groups if group.name == name)
+        if made.plan.strategy.offload is Offload.NONE:
+            return planned
+        found = found or planned
+    if found is not None:
+        return found
+    most = max(group.num_nodes for group in cluster.groups)
+    raise failed or UsageError(
+        f"`--nodes {num_nodes}`: {cluster.source} has at most {most} nodes of one kind.",
+        remedy=f"--nodes {most}",
+    )
+
+
+def list_parts(cluster: Cluster, num_nodes: int | None) -> Iterator[Cluster]:
+    """The cluster cut down to `num_nodes`; where none are named to 1, 2, 4, ... up to all."""
+    most = max(group.num_nodes for group in cluster.groups)
+    doubling = [2**power for power in range(17) if 2**power < most]
+    for count in [num_nodes] if num_nodes else [*doubling, most]:
+        groups = tuple(
+            group.model_copy(update={"num_nodes": count})
+            for group in cluster.groups
+            if group.num_nodes >= count
+        )
+        if groups:
+            yield cluster.model_copy(update={"groups": groups})
+
+
+def _find_group(cluster: Cluster, plan: Plan) -> NodeGroup | None:
+    """Nodes of the kind that the plan is for, as many as it takes; its own group first."""
+    strategy, node = plan.strategy, plan.hardware.node
+    fitting = [
+        group
+        for group in cluster.groups
+        if group.node.gpu.name == node.gpu.name
+        and group.node.num_gpus >= strategy.gpus_per_node
+        and group.num_nodes >= strategy.num_nodes
+    ]
+    return min(fitting, key=lambda group: group.name != plan.hardware.group, default=None)

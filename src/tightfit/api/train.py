@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tightfit.api.call import accepts_keywords
@@ -16,8 +16,8 @@ from tightfit.api.training.hardware import (
     read_limit,
     read_rendezvous,
 )
-from tightfit.api.training.job import PlannedJob, plan_job, reuse_plan
-from tightfit.api.training.recipe import RunRecipe
+from tightfit.api.training.job import plan_job, reuse_plan
+from tightfit.api.training.recipe import RunRecipe, read_training_job
 from tightfit.api.training.run_folder import (
     LOCK_WAIT_SECONDS,
     RunLocation,
@@ -28,16 +28,15 @@ from tightfit.api.training.run_folder import (
     name_folder,
     one_node_at_a_time,
     open_planned,
-    read_training_job,
     write_folder,
 )
 from tightfit.clusters.local.launcher import run_job
-from tightfit.clusters.protocol import RunObserver
+from tightfit.clusters.protocol import RunObserver, SilentObserver
 from tightfit.clusters.requirements import check_space, estimate_run_bytes
 from tightfit.core.errors import EXIT_BUG, UserError
 from tightfit.core.progress import Progress
+from tightfit.planning.describe import name_method
 from tightfit.planning.plan import Plan
-from tightfit.planning.request import name_method
 from tightfit.runs.metrics import Record, StepRecord
 from tightfit.runs.report import RunReport
 from tightfit.runs.run_folder import RunFolder, RunState, RunStatus
@@ -117,7 +116,7 @@ def start_run(opened: OpenRun, options: TrainOptions, observer: RunObserver) -> 
     with limiting(limit):
         state = run_job(
             run,
-            watch=observer,
+            observer=observer,
             rendezvous=read_rendezvous(options),
             lock_wait_seconds=LOCK_WAIT_SECONDS if options.as_planned else 0.0,
         )
@@ -125,13 +124,20 @@ def start_run(opened: OpenRun, options: TrainOptions, observer: RunObserver) -> 
         if options.node_rank in (None, "0"):  # of several nodes, the first stores the outcome
             notes += _store_outcome(run, state, report, num_kept, is_limited=limit is not None)
     code = state.exit_code if state.exit_code is not None else EXIT_BUG
+    error = None
+    if state.status is RunStatus.FAILED:
+        error = UserError(
+            state.problem or f"The run in {run.path} failed.",
+            remedy=state.remedy or f"less {shlex.quote(str(run.log_path))}",
+        )
+        error.exit_code = code
     return TrainResult(
         run=run,
         artefact=find_artefact(run),
         report=report,
         exit_code=code,
         notes=tuple(notes),
-        error=_make_error(run, state, code) if state.status is RunStatus.FAILED else None,
+        error=error,
     )
 
 
@@ -163,7 +169,12 @@ def _prepare(
     cache = None
     if location.folder is not None and options.nodes > 1:
         cache = location.folder.absolute()
-    planned = _plan_run(wanted, saved, begun, options, cache=cache)
+    if begun is not None and not _has_moved(wanted, options, begun):
+        planned = replace(reuse_plan(begun, wanted, options, cache=cache), plan=begun)
+    elif begun is None and saved is not None:
+        planned = reuse_plan(saved, wanted, options, cache=cache)
+    else:
+        planned = plan_job(wanted, options, cache=cache, begun=begun)
     folder = location.folder or name_folder(wanted, name_method(planned.plan.strategy))
     run = RunFolder(path=folder.absolute())
     check_space(run.path, planned.plan)
@@ -174,37 +185,18 @@ def _prepare(
     return run, planned.plan
 
 
-def _plan_run(
-    wanted: RunRecipe,
-    saved: Plan | None,
-    begun: Plan | None,
-    options: TrainOptions,
-    *,
-    cache: Path | None,
-) -> PlannedJob:
-    if saved is not None and begun is None:
-        return reuse_plan(saved, wanted, options, cache=cache)
-    if begun is None:
-        return plan_job(wanted, options, cache=cache)
-    if _has_moved(wanted, options, begun):
-        return plan_job(wanted, options, cache=cache, begun=begun)
-    return reuse_plan(begun, wanted, options, cache=cache).keep(begun)
-
-
 def _has_moved(wanted: RunRecipe, options: TrainOptions, begun: Plan) -> bool:
     """Whether the run is to continue on other hardware than its plan was made for."""
     if wanted.recipe.on is None and options.nodes == begun.strategy.num_nodes:
         return False
-    groups = find_hardware(options, wanted.recipe.on).groups
-    same = [
-        group
-        for group in groups
-        if group.node.gpu.name == begun.hardware.node.gpu.name
-        and group.node.num_gpus == begun.hardware.node.num_gpus
+    before = begun.hardware
+    return not any(
+        group.node.gpu.name == before.node.gpu.name
+        and group.node.num_gpus == before.node.num_gpus
         and group.num_nodes == begun.strategy.num_nodes
-        and group.name == begun.hardware.group
-    ]
-    return not same
+        and group.name == before.group
+        for group in find_hardware(options, wanted.recipe.on).groups
+    )
 
 
 def _write_reports(run: RunFolder) -> tuple[RunReport, list[str]]:
@@ -254,16 +246,7 @@ def find_artefact(run: RunFolder) -> Path | None:
     return next((path for path in (run.adapter_path, run.model_path) if path.is_dir()), None)
 
 
-def _make_error(run: RunFolder, state: RunState, code: int) -> UserError:
-    error = UserError(
-        state.problem or f"The run in {run.path} failed.",
-        remedy=state.remedy or f"less {shlex.quote(str(run.log_path))}",
-    )
-    error.exit_code = code
-    return error
-
-
-class _ProgressObserver:
+class _ProgressObserver(SilentObserver):
     """Steps as calls of `progress`; what the launcher says as log messages."""
 
     def __init__(self, run: RunFolder, progress: Progress | None) -> None:
@@ -274,11 +257,5 @@ class _ProgressObserver:
         if self._progress is not None and isinstance(record, StepRecord):
             self._progress("training", record.step, max(record.step, read_num_steps(self._run)))
 
-    def line(self, line: str) -> None:
-        """The workers' own lines are in the log file."""
-
     def say(self, text: str) -> None:
         _log.info("%s", text)
-
-    def tick(self) -> None:
-        pass

@@ -1,53 +1,55 @@
-"""`tightfit bench`: run plans for a few steps each and compare prediction with measurement."""
+"""`tightfit bench`: Run a plan for a few steps here; predicted beside measured."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import typer
-from rich.console import RenderableType
 
 from tightfit.api import bench as api
-from tightfit.cli.error_report import report_error
-from tightfit.cli.flags.training import BenchFlags
+from tightfit.api.options.training import BenchOptions, BenchOutput
+from tightfit.cli.terminal.charts import check_chart_path, write_bench_chart
+from tightfit.cli.terminal.error_report import describe_error, report_error
 from tightfit.cli.terminal.output import announce, report_progress, show_json, write_err
-from tightfit.cli.terminal.run_display import Progress, open_display
-from tightfit.cli.terminal.screen import Column, heading, make_table, plain, render_notes, show
+from tightfit.cli.terminal.run_display import open_display
+from tightfit.cli.terminal.screen import heading, make_table, plain, render_notes, show
 from tightfit.clusters.protocol import RunObserver
 from tightfit.core.files import write_atomic
 from tightfit.core.text import count_of
 from tightfit.planning.describe import describe_how, describe_levers
 from tightfit.planning.plan import Plan
 from tightfit.runs.bench import Bench, Trial, TrialStatus
-from tightfit.runs.report import Comparison, Unit
-from tightfit.runs.report_words import UNKNOWN, render_error, render_quantity, render_short_seconds
+from tightfit.runs.report import UNKNOWN, Unit, render_error, render_quantity, render_short_seconds
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 _TIME = "time per step"
 _MEMORY = ("GPU memory, reserved", "process memory")
 
 
-def bench(flags: BenchFlags) -> None:
+def bench(options: BenchOptions, output: BenchOutput) -> None:
     """Measure the plans, show and draw the figures."""
-    if flags.chart is not None:
-        from tightfit.cli.charts.bench import check_bench_chart
-
-        check_bench_chart(flags.chart)
-    result = api.measure_plans(replace(flags, progress=report_progress), _Display(flags))
+    if output.chart is not None:
+        check_chart_path(output.chart, (".png",))
+    display = _Display(options, is_silent=output.as_json)
+    result = api.measure_plans(replace(options, progress=report_progress), display)
     found, error = result.bench, result.error
-    described = {}
-    if error is not None:
-        described = {
-            "error": error.problem,
-            "remedy": error.remedy,
-            "exit_code": error.exit_code,
-        }
-    if flags.as_json:
+    if output.as_json:
+        described = {} if error is None else describe_error(error)
         show_json({**found.model_dump(mode="json"), **described})
+    elif any(trial.measured for trial in found.trials) or len(found.trials) > 1:
+        show(_render(found, result.command))
     else:
-        show_bench(found, command=result.command)
-    _write_files(flags, found)
+        show(render_notes("Notes", found.notes))
+    if options.out is not None and found.trials:
+        write_atomic(options.out, found.model_dump_json(indent=2) + "\n")
+        announce(options.out)
+    if output.chart is not None and any(trial.measured for trial in found.trials):
+        write_bench_chart(found, output.chart)
     if error is not None:
         raise typer.Exit(report_error(error, as_json=False))
     if result.exit_code:
@@ -58,58 +60,33 @@ def bench(flags: BenchFlags) -> None:
 class _Display:
     """Plans and steps on stderr; nothing with `--json`."""
 
-    flags: BenchFlags
+    options: BenchOptions
+    is_silent: bool
 
     @contextmanager
     def open_trial(self, rank: int, num_plans: int, plan: Plan) -> Iterator[RunObserver]:
-        if not self.flags.as_json:
-            _announce_plan(rank, num_plans, plan)
-        num_steps = self.flags.warm_up + self.flags.steps
-        progress = Progress(
-            num_steps=num_steps, capacity_bytes=max(1, plan.estimate.gpu.capacity_bytes)
+        how = describe_how(plan.strategy, is_cpu=plan.hardware.node.gpu.is_cpu)
+        seconds = render_short_seconds(plan.estimate.time.seconds_per_step)
+        self._write(
+            f"plan {rank} of {num_plans}: {how}, {describe_levers(plan.strategy)}; "
+            f"predicted {seconds} per step\n"
         )
-        with open_display(
-            progress, read_num_steps=lambda: num_steps, is_silent=self.flags.as_json
-        ) as display:
+        num_steps = self.options.warm_up + self.options.steps
+        capacity = max(1, plan.estimate.gpu.capacity_bytes)
+        with open_display(capacity, lambda: num_steps, is_silent=self.is_silent) as display:
             yield display
 
     def end_trial(self, trial: Trial) -> None:
-        if not self.flags.as_json:
-            write_err(f"  {_describe_end(trial)}\n")
+        if trial.measured is None:
+            self._write(f"  {trial.problem or trial.status.value}\n")
+            return
+        seconds = render_short_seconds(trial.measured.seconds_per_step.median)
+        steps = count_of(trial.measured.num_steps, "step")
+        self._write(f"  measured {seconds} per step over {steps}\n")
 
-
-def _announce_plan(rank: int, num_plans: int, plan: Plan) -> None:
-    gpu = plan.hardware.node.gpu
-    how = describe_how(plan.strategy, is_cpu=gpu.is_cpu)
-    seconds = render_short_seconds(plan.estimate.time.seconds_per_step)
-    write_err(
-        f"plan {rank} of {num_plans}: {how}, {describe_levers(plan.strategy)}; "
-        f"predicted {seconds} per step\n"
-    )
-
-
-def _describe_end(trial: Trial) -> str:
-    if trial.measured is None:
-        return trial.problem or trial.status.value
-    seconds = render_short_seconds(trial.measured.seconds_per_step.median)
-    return f"measured {seconds} per step over {count_of(trial.measured.num_steps, 'step')}"
-
-
-def _write_files(flags: BenchFlags, found: Bench) -> None:
-    if flags.out is not None and found.trials:
-        write_atomic(flags.out, found.model_dump_json(indent=2) + "\n")
-        announce(flags.out)
-    if flags.chart is not None and any(trial.measured for trial in found.trials):
-        from tightfit.cli.charts.bench import write_bench_chart
-
-        write_bench_chart(found, flags.chart)
-        announce(flags.chart)
-
-
-def show_bench(found: Bench, *, command: str) -> None:
-    """`command` names the job; with a trial's words it measures that plan again."""
-    is_answer = any(trial.measured for trial in found.trials) or len(found.trials) > 1
-    show(_render(found, command) if is_answer else render_notes("Notes", found.notes))
+    def _write(self, text: str) -> None:
+        if not self.is_silent:
+            write_err(text)
 
 
 def _render(found: Bench, command: str) -> Iterator[RenderableType]:
@@ -133,13 +110,6 @@ def _render(found: Bench, command: str) -> Iterator[RenderableType]:
 
 
 def _render_one(trial: Trial) -> RenderableType:
-    columns = (
-        Column(title=""),
-        Column(title="predicted", right=True),
-        Column(title="measured", right=True),
-        Column(title="most steps", right=True),
-        Column(title="off by", right=True),
-    )
     rows = [
         (
             item.name,
@@ -150,33 +120,28 @@ def _render_one(trial: Trial) -> RenderableType:
         )
         for item in trial.compared
     ]
-    return make_table(columns, rows)
+    return make_table(("", ">predicted", ">measured", ">most steps", ">off by"), rows)
 
 
 def _render_many(trials: Sequence[Trial]) -> RenderableType:
-    columns = (
-        Column(title="", right=True),
-        Column(title="plan", keep=False),
-        Column(title="rank", right=True),
-        Column(title="predicted", right=True),
-        Column(title="measured", right=True),
-        Column(title="most steps", right=True),
-        Column(title="off by", right=True),
-        Column(title="tokens/s", right=True),
-        Column(title="peak", right=True),
-    )
+    speeds = (">rank", ">predicted", ">measured", ">most steps", ">off by", ">tokens/s", ">peak")
     rows = [_make_row(place, trial) for place, trial in enumerate(trials, start=1)]
-    return make_table(columns, rows, is_spaced=True)
+    return make_table((">", "~plan", *speeds), rows, is_spaced=True)
 
 
 def _make_row(place: int, trial: Trial) -> tuple[str, ...]:
-    time, memory = _find(trial, (_TIME,)), _find(trial, _MEMORY)
+    compared = {item.name: item for item in trial.compared}
+    time = compared.get(_TIME)
+    memory = next((compared[name] for name in _MEMORY if name in compared), None)
+    is_failed = trial.status is TrialStatus.FAILED
+    how = f"{trial.description}\n{trial.problem}" if is_failed else trial.description
+    head = (f"{place}", how, f"{trial.rank}")
     predicted = render_short_seconds(trial.predicted_seconds_per_step)
-    head = (f"{place}", _describe(trial), f"{trial.rank}", predicted)
     if trial.measured is None or time is None:
-        return (*head, trial.status.value.replace("-", " "), "", "", "", "")
+        return (*head, predicted, trial.status.value.replace("-", " "), "", "", "", "")
     return (
         *head,
+        predicted,
         render_short_seconds(trial.measured.seconds_per_step.median),
         _render_spread(trial),
         render_error(time.error_percent),
@@ -199,15 +164,6 @@ def _render_words(trials: Sequence[Trial], command: str) -> Iterator[RenderableT
 
 def _join(pairs: Sequence[tuple[str, str]]) -> str:
     return " ".join(f"{option} {value}" for option, value in pairs)
-
-
-def _describe(trial: Trial) -> str:
-    is_failed = trial.status is TrialStatus.FAILED
-    return f"{trial.description}\n{trial.problem}" if is_failed else trial.description
-
-
-def _find(trial: Trial, names: Sequence[str]) -> Comparison | None:
-    return next((item for item in trial.compared if item.name in names), None)
 
 
 def _render_spread(trial: Trial) -> str:

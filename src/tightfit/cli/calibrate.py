@@ -1,8 +1,8 @@
-"""`tightfit calibrate`: measure this machine and keep the rates for plans made on it."""
+"""`tightfit calibrate`: Measure this machine in under 2 minutes; plans made on it then use it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,57 +11,49 @@ from rich.console import RenderableType
 
 from tightfit.api import calibrate as api
 from tightfit.api.calibrate import BusyMachineError, CalibrateResult
-from tightfit.cli.error_report import report_error
-from tightfit.cli.flags.training import CalibrateFlags
+from tightfit.api.options.training import CalibrateOptions, CalibrateOutput
+from tightfit.cli.terminal.error_report import describe_error, report_error
 from tightfit.cli.terminal.output import announce, progress_bar, show_json
-from tightfit.cli.terminal.screen import Column, heading, make_table, plain, render_notes, show
+from tightfit.cli.terminal.screen import heading, make_table, plain, render_notes, show
 from tightfit.core.errors import UsageError
 from tightfit.core.units import GB, TERA, render_bytes, render_seconds
 from tightfit.hardware.calibration import Calibration
 from tightfit.runtime.calibrate.compare import ComparedRate, Unit
 
 
-def calibrate(flags: CalibrateFlags) -> None:
+def calibrate(options: CalibrateOptions, output: CalibrateOutput) -> None:
     """Measure and store, or show what was stored."""
-    if flags.show and flags.seconds is not None:
+    if output.show and options.seconds is not None:
         raise UsageError("--show measures nothing; --seconds would be ignored.", remedy="--show")
-    if flags.show and flags.force:
+    if output.show and options.force:
         raise UsageError("--show stores nothing; --force would be ignored.", remedy="--show")
-    if flags.show:
-        _show_result(flags, api.stored_calibration(flags))
+    if output.show:
+        _show_result(api.stored_calibration(options), as_json=output.as_json)
         return
     try:
         with progress_bar() as progress:
-            found = api.calibrate(replace(flags, progress=progress))
+            found = api.calibrate(replace(options, progress=progress))
     except BusyMachineError as error:
-        described = {"error": error.problem, "remedy": error.remedy, "exit_code": error.exit_code}
-        _show_result(flags, error.result, more=described)
+        _show_result(error.result, as_json=output.as_json, **describe_error(error))
         raise typer.Exit(report_error(error, as_json=False)) from None
-    _show_result(flags, found)
+    _show_result(found, as_json=output.as_json)
     if found.path is not None:
         announce(found.path)
 
 
-def _show_result(
-    flags: CalibrateFlags, found: CalibrateResult, *, more: Mapping[str, Any] | None = None
-) -> None:
-    if not flags.as_json:
-        show_calibration(found.calibration, found.compared)
+def _show_result(found: CalibrateResult, *, as_json: bool, **more: Any) -> None:
+    if not as_json:
+        show(_render(found.calibration, found.compared))
         return
+    rows = [row.model_dump(mode="json") | {"ratio": row.ratio} for row in found.compared]
     show_json(
         {
             "path": None if found.path is None else str(found.path),
             "calibration": found.calibration.model_dump(mode="json"),
-            "compared": [
-                row.model_dump(mode="json") | {"ratio": row.ratio} for row in found.compared
-            ],
-            **(more or {}),
+            "compared": rows,
+            **more,
         }
     )
-
-
-def show_calibration(found: Calibration, compared: Sequence[ComparedRate]) -> None:
-    show(_render(found, compared))
 
 
 def _render(found: Calibration, compared: Sequence[ComparedRate]) -> Iterator[RenderableType]:
@@ -72,29 +64,23 @@ def _render(found: Calibration, compared: Sequence[ComparedRate]) -> Iterator[Re
     yield plain(f"{found.device}{driver}; {versions}")
     yield plain(f"measured {found.date[:10]} in {render_seconds(found.seconds)}")
     yield ""
-    columns = (
-        Column(title="what", keep=False),
-        Column(title="measured", right=True),
-        Column(title="assumed", right=True),
-        Column(title="ratio", right=True),
-    )
-    yield make_table(columns, [_row(row) for row in compared])
+    rows = [
+        (
+            row.name,
+            _render_rate(row.measured, row.unit),
+            "-" if row.assumed is None else _render_rate(row.assumed, row.unit),
+            "-" if row.ratio is None else f"{row.ratio:.2f}",
+        )
+        for row in compared
+    ]
+    yield make_table(("~what", ">measured", ">assumed", ">ratio"), rows)
     yield ""
     yield plain("assumed: what estimates go by without a calibration; ratio: measured over that.")
     yield from render_notes("Beware", found.warnings)
     yield from render_notes("Not measured", found.skipped)
 
 
-def _row(row: ComparedRate) -> tuple[str, ...]:
-    return (
-        row.name,
-        _say(row.measured, row.unit),
-        "-" if row.assumed is None else _say(row.assumed, row.unit),
-        "-" if row.ratio is None else f"{row.ratio:.2f}",
-    )
-
-
-def _say(value: float, unit: Unit) -> str:
+def _render_rate(value: float, unit: Unit) -> str:
     if unit == "B":
         return render_bytes(value)
     if unit == "s":

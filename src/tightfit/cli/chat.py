@@ -1,37 +1,45 @@
-"""`tightfit chat`: talk to a model in the terminal, or through a pipe."""
+"""`tightfit chat`: Talk to a model in the terminal."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 from tightfit.api.chat import load
-from tightfit.cli.flags.serving import ChatFlags
+from tightfit.api.options.common import Output
+from tightfit.api.options.serving import ChatOptions
 from tightfit.cli.terminal.output import show_json, write_err, write_out
 from tightfit.core.errors import UsageError, UserError
+from tightfit.core.files import cache_folder
 from tightfit.core.text import sanitize, sanitize_lines
-from tightfit.serving.conversation import Conversation, Reply
+from tightfit.serving.chat import (
+    EXIT_COMMANDS,
+    Conversation,
+    read_command,
+    read_messages,
+    run_command,
+    unescape_message,
+)
 
 HISTORY_LINES = 1000
 
 
-def chat(flags: ChatFlags) -> None:
+def chat(options: ChatOptions, output: Output) -> None:
     """Load, say what was loaded, and answer until the input ends."""
-    if flags.as_json and flags.once is None:
+    if output.as_json and options.once is None:
         raise UsageError(
             "`--json` prints one document, and a chat has many answers.",
             remedy="--once 'TEXT' --json",
         )
-    with load(flags) as talk:
+    with load(options) as talk:
         info = talk.engine.info
         write_err(
             f"{sanitize(info.model)}: {info.format} on {info.device}, {info.max_context:,} tokens "
             f"of context; {sanitize(info.why)}\n"
         )
-        if flags.once is not None:
-            _answer_once(talk, flags.once, as_json=flags.as_json)
+        if options.once is not None:
+            _answer_once(talk, options.once, as_json=output.as_json)
         elif sys.stdin is None:
             return  # closed: nobody will ask
         elif sys.stdin.isatty() and sys.stdout.isatty():
@@ -70,47 +78,16 @@ def _talk_through_pipe(talk: Conversation) -> None:
             raise EOFError
         return line.rstrip("\r\n")
 
-    from tightfit.serving.chat_commands import (
-        EXIT_COMMANDS,
-        read_command,
-        read_messages,
-        run_command,
-        unescape_message,
-    )
+    def leave_at_once() -> None:
+        raise KeyboardInterrupt
 
-    for text in read_messages(read_line, forget=_leave_at_once):
-        command = read_command(text)
-        if command is None:
-            reply = talk.ask(unescape_message(text), write_out)
-        elif command.name in EXIT_COMMANDS:
+    for text in read_messages(read_line, forget=leave_at_once):
+        if not _answer(talk, text, write_err):
             return
-        elif command.name == "regenerate":
-            reply = talk.ask_again(write_out)
-        else:
-            write_err(f"{sanitize_lines(run_command(command, talk))}\n")
-            continue
-        _end_line(reply.text)
-        _report_dropped(reply)
-        if reply.done is None:
-            raise KeyboardInterrupt
-
-
-def _leave_at_once() -> None:
-    raise KeyboardInterrupt
 
 
 def _talk_in_terminal(talk: Conversation) -> None:
-    """Faults are told and the chat goes on; only the user ends it."""
-    from tightfit.serving.chat_commands import (
-        EXIT_COMMANDS,
-        read_command,
-        read_messages,
-        run_command,
-        unescape_message,
-    )
-
-    def read_line(goes_on: bool) -> str:
-        return input("... " if goes_on else "> ")
+    """Errors are shown and the chat goes on; only the user ends it."""
 
     def forget() -> None:
         write_out("\n")
@@ -118,39 +95,43 @@ def _talk_in_terminal(talk: Conversation) -> None:
 
     write_err("/help lists the commands; Ctrl-C stops an answer, Ctrl-D leaves\n")
     with _line_history():
-        for text in read_messages(read_line, forget):
+        for text in read_messages(lambda goes_on: input("... " if goes_on else "> "), forget):
             try:
-                command = read_command(text)
-                if command is None:
-                    reply = talk.ask(unescape_message(text), write_out)
-                elif command.name in EXIT_COMMANDS:
+                if not _answer(talk, text, write_out):
                     return
-                elif command.name == "regenerate":
-                    reply = talk.ask_again(write_out)
-                else:
-                    write_out(f"{sanitize_lines(run_command(command, talk))}\n")
-                    continue
             except UserError as error:
                 write_err(f"{sanitize(error.problem)}\n  try: {sanitize(error.remedy)}\n")
-                continue
-            _end_line(reply.text)
-            _report_dropped(reply)
-            if reply.done is None:
+            except KeyboardInterrupt:
                 write_err("(stopped)\n")
     write_out("\n")
 
 
-def _end_line(text: str) -> None:
-    if not text.endswith("\n"):
-        write_out("\n")
-
-
-def _report_dropped(reply: Reply) -> None:
+def _answer(talk: Conversation, text: str, write_command: Callable[[str], None]) -> bool:
+    """Answer a message or run a command; False where the chat is to end."""
+    command = read_command(text)
+    if command is None:
+        reply = talk.ask(unescape_message(text), write_out)
+    elif command.name in EXIT_COMMANDS:
+        return False
+    elif command.name == "regenerate":
+        reply = talk.ask_again(write_out)
+    else:
+        write_command(f"{sanitize_lines(run_command(command, talk))}\n")
+        return True
+    _end_line(reply.text)
     if reply.num_dropped:
         write_err(
             f"(the oldest {reply.num_dropped} messages no longer fit the context and were left "
             "out)\n"
         )
+    if reply.done is None:  # stopped by Ctrl-C
+        raise KeyboardInterrupt
+    return True
+
+
+def _end_line(text: str) -> None:
+    if not text.endswith("\n"):
+        write_out("\n")
 
 
 @contextlib.contextmanager
@@ -161,7 +142,9 @@ def _line_history() -> Iterator[None]:
     except ImportError:  # a Python built without it
         yield
         return
-    path = _history_path()
+    path = None
+    with contextlib.suppress(UserError):  # no home: no history
+        path = cache_folder() / "chat_history"
     if path is not None:
         with contextlib.suppress(OSError):
             readline.read_history_file(path)
@@ -174,11 +157,3 @@ def _line_history() -> Iterator[None]:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 readline.write_history_file(path)
                 path.chmod(0o600)
-
-
-def _history_path() -> Path | None:
-    from tightfit.core.files import cache_folder
-
-    with contextlib.suppress(UserError):
-        return cache_folder() / "chat_history"
-    return None

@@ -9,15 +9,15 @@ import dataclasses
 import importlib
 import inspect
 import os
+import re
 import sys
 from collections.abc import Callable, Container
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
 import typer
 
-from tightfit.api.options.declare import Argument, Option, list_declared
-from tightfit.cli.error_report import (
+from tightfit.cli.terminal.error_report import (
     UnexpectedOSError,
     report_bug,
     report_error,
@@ -26,7 +26,10 @@ from tightfit.cli.error_report import (
 )
 from tightfit.cli.terminal.output import OutputLostError, PipeClosedError, silence_stdout, write_out
 from tightfit.core.errors import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, UserError
-from tightfit.core.version import __version__
+from tightfit.core.packages import __version__
+
+if TYPE_CHECKING:
+    from tightfit.core.options import Option
 
 # A command with `--hosts` runs in a process of its own, which may be lost with a host.
 
@@ -58,34 +61,36 @@ def _named_hosts(words: list[str]) -> str | None:
 # Makes a typer command of a frozen dataclass of options and a verb that is loaded when called.
 
 
-def make_command(verb: str, flags_type: type[Any]) -> Callable[..., None]:
-    """A function with one parameter per field, which calls `tightfit.cli.<verb>.<verb>(flags)`.
+def make_command(verb: str, options_type: type[Any], output_type: type[Any]) -> Callable[..., None]:
+    """A function with one parameter per field, which calls `cli.<verb>.<verb>(options, output)`.
 
-    A verb with thirty options so stays a function of one typed argument, and nothing it
-    needs is loaded before it runs. The dataclass's docstring is the help text.
+    A verb with thirty options so stays a function of two typed arguments, and nothing it
+    needs is loaded before it runs. The options' docstring is the help text.
     """
+    from tightfit.core.options import list_declared  # not for `--help`, which lists verbs alone
+
+    declared = {kind: list_declared(kind) for kind in (options_type, output_type)}
 
     def command(**given: Any) -> None:
         run = getattr(importlib.import_module(f"tightfit.cli.{verb}"), verb)
         _print_log_messages()
         try:
-            run(flags_type(**given))
+            run(*(kind(**{name: given[name] for name in declared[kind]}) for kind in declared))
         except BrokenPipeError:
             raise PipeClosedError from None
         except OSError as error:
             raise UnexpectedOSError from error
 
-    declared = list_declared(flags_type)
-    hints = get_type_hints(flags_type)
     parameters = [
-        _parameter(field, hints[field.name], declared[field.name])
-        for field in dataclasses.fields(flags_type)
-        if field.name in declared
+        _parameter(field, get_type_hints(kind)[field.name], found[field.name])
+        for kind, found in declared.items()
+        for field in dataclasses.fields(kind)
+        if field.name in found
     ]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     command.__name__ = verb
-    command.__doc__ = flags_type.__doc__
+    command.__doc__ = options_type.__doc__
     return command
 
 
@@ -106,9 +111,7 @@ def _print_log_messages() -> None:
     logger.propagate = False
 
 
-def _parameter(
-    field: dataclasses.Field[Any], kind: Any, declared: Argument | Option
-) -> inspect.Parameter:
+def _parameter(field: dataclasses.Field[Any], kind: Any, declared: Option) -> inspect.Parameter:
     # Numbers and paths reach their option's callback as they were typed, and the callback reads
     # them: typer's own messages name neither value nor bound, and it takes an empty path for this
     # folder.
@@ -123,8 +126,10 @@ def _parameter(
     )
 
 
-def _typer_declaration(declared: Argument | Option) -> Any:
+def _typer_declaration(declared: Option) -> Any:
     """The declaration of one option in typer's own terms."""
+    from tightfit.core.options import Argument
+
     shared: dict[str, Any] = {
         "help": declared.help,
         "metavar": declared.metavar,
@@ -182,55 +187,50 @@ def _global(
     pass
 
 
-VERBS = {
-    "doctor": "Check this machine; each problem with its remedy.",
-    "models": "List, search or show models.",
-    "hardware": "List, search or show GPUs, or a cluster with --on.",
-    "calibrate": "Measure this machine in under 2 minutes; plans made on it then use it.",
-    "estimate": "Memory, disk and time of one configuration, part by part.",
-    "plan": "The best ways to run a job on given hardware, and why.",
-    "prepare": "Encode data as `train` will, and show what becomes of it.",
-    "bench": "Run a plan for a few steps here; predicted beside measured.",
-    "train": "Plan, show the plan, tune, and report.",
-    "preflight": "Check the nodes of a job, and the ways between them, in under a minute.",
-    "submit": "Plan for a cluster, submit the job, follow it, and report.",
-    "runs": "List, show, compare and plot runs.",
-    "eval": "Score a run or a model on a data file, before and after tuning.",
-    "merge": "Add a run's adapter to its base model.",
-    "convert": "Turn a model into another format, tensor by tensor.",
-    "quantize": "Shrink a model to fewer bits, and measure what was lost.",
-    "verify": "Hold models against the one they were made from.",
-    "chat": "Talk to a model in the terminal.",
-    "generate": "Answer every prompt of a file, once each.",
-    "farm": "Answer the prompts of a file on many machines, once each.",
-    "serve": "Answer HTTP requests as OpenAI's API does.",
-    "compare": "Open a web page with two models side by side.",
-    "stage": "Copy a model to the RAM disks of many nodes, the fastest way.",
-    "version": "Print the version of tightfit and of Python.",
+_ORDER = (
+    *("init", "doctor", "models", "hardware", "calibrate", "estimate", "plan", "prepare", "bench"),
+    *("train", "preflight", "submit", "cancel", "runs", "eval", "merge", "convert", "quantize"),
+    *("verify", "chat", "generate", "farm", "serve", "compare", "ui", "stage", "version"),
+)
+"""The verbs as `--help` lists them, in the order of a job's life; others follow by name."""
+_OPTION_FILES = {
+    "eval": "evaluate",
+    **dict.fromkeys(("doctor", "models", "hardware", "runs", "version"), "catalogue"),
+    **dict.fromkeys(
+        ("calibrate", "estimate", "plan", "prepare", "bench", "train"), "options.training"
+    ),
+    **dict.fromkeys(("preflight", "submit", "cancel", "stage"), "options.clusters"),
+    **dict.fromkeys(("chat", "generate", "farm", "serve", "compare", "ui"), "options.serving"),
 }
-"""What the list of verbs says of each; the rest of it loads when it is called.
-
-Its options are in `tightfit.api.options`, the verb itself is `tightfit.cli.<verb>.<verb>`.
-"""
+"""The module of `api` that declares a verb's options, where that is not `api.<verb>`: there are
+options that verbs share, and verbs too heavy to load for their `--help`."""
 
 
-_OPTION_GROUPS = {
-    "catalogue": ("doctor", "models", "hardware", "runs", "version"),
-    "training": ("calibrate", "estimate", "plan", "prepare", "bench", "train"),
-    "clusters": ("preflight", "submit", "stage"),
-    "export": ("eval", "merge", "convert", "quantize", "verify"),
-    "serving": ("chat", "generate", "farm", "serve", "compare"),
-}
-OPTION_FILES = {verb: file for file, verbs in _OPTION_GROUPS.items() for verb in verbs}
-"""The module of `api.options`, and of `cli.flags`, that declares a verb's options."""
+def _list_verbs() -> dict[str, str]:
+    """Every verb with its summary: the first line of `cli/<verb>.py`, which is not loaded."""
+    found = {}
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        with path.open(encoding="utf-8") as file:
+            line = re.match(r'"""`tightfit (\w+)`: (.+)"""', file.readline())
+        if line is not None:
+            found[line[1]] = line[2]
+    return {verb: found[verb] for verb in (*_ORDER, *found) if verb in found}
 
 
-def load_flags(verb: str) -> tuple[type, str]:
-    """A verb's options and examples."""
-    declared = importlib.import_module(f"tightfit.api.options.{OPTION_FILES[verb]}")
-    shown = importlib.import_module(f"tightfit.cli.flags.{OPTION_FILES[verb]}")
-    examples: str = getattr(declared, f"{verb.upper()}_EXAMPLES")
-    return getattr(shown, f"{verb.capitalize()}Flags"), examples
+VERBS = _list_verbs()
+
+
+def load_options(verb: str) -> tuple[type, type, str]:
+    """A verb's options, those of its output, and examples."""
+    from tightfit.api.options.common import Output  # the list of verbs needs no options
+
+    declared = importlib.import_module(f"tightfit.api.{_OPTION_FILES.get(verb, verb)}")
+    name = verb.capitalize()
+    return (
+        getattr(declared, f"{name}Options"),
+        getattr(declared, f"{name}Output", Output),
+        getattr(declared, f"{verb.upper()}_EXAMPLES"),
+    )
 
 
 def build_app(verbs: Container[str] = VERBS) -> typer.Typer:
@@ -238,8 +238,8 @@ def build_app(verbs: Container[str] = VERBS) -> typer.Typer:
     app = _make_app()
     for verb, summary in VERBS.items():
         if verb in verbs:
-            flags, examples = load_flags(verb)
-            app.command(verb, epilog=examples)(make_command(verb, flags))
+            options, output, examples = load_options(verb)
+            app.command(verb, epilog=examples)(make_command(verb, options, output))
         else:
             app.command(verb, help=summary)(lambda: None)
     return app
@@ -276,7 +276,7 @@ def _run(words: list[str], *, as_json: bool) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return EXIT_INTERRUPTED
     except (OSError, PipeClosedError, OutputLostError):
-        raise  # about stdout: a verb's other ones come as UnforeseenOSError
+        raise  # about stdout: a verb's own come as UnexpectedOSError
     except SystemExit as leaving:
         if isinstance(leaving.__context__, BrokenPipeError):  # while typer printed its help
             raise PipeClosedError from None

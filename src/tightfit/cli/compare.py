@@ -1,34 +1,13 @@
-"""`tightfit compare`: two models side by side on a web page of this machine."""
+"""`tightfit compare`: Open a web page with two models side by side."""
 
 from __future__ import annotations
 
-import json
-
-from tightfit.api.compare import ComparePageReady, CompareWatcher, run_compare
-from tightfit.cli.flags.serving import CompareFlags
-from tightfit.cli.terminal.output import write_err, write_out
-from tightfit.core.text import sanitize
+from tightfit.api.compare import run_compare
+from tightfit.api.options.common import Output
+from tightfit.api.options.serving import CompareOptions
+from tightfit.cli.ui import PageScreen
 
 
-def compare(flags: CompareFlags) -> None:
+def compare(options: CompareOptions, output: Output) -> None:
     """Serve the page until Ctrl-C."""
-    run_compare(flags, _CompareScreen(as_json=flags.as_json))
-
-
-class _CompareScreen(CompareWatcher):
-    def __init__(self, *, as_json: bool) -> None:
-        self._as_json = as_json
-
-    def loading(self, model: str) -> None:
-        write_err(f"loading {sanitize(model)}\n")
-
-    def ready(self, page: ComparePageReady) -> None:
-        """Where the page is; one line of JSON for a program that waits for it."""
-        votes = str(page.votes)
-        if self._as_json:
-            document = {"address": page.address, "votes": votes, "models": list(page.models)}
-            write_out(json.dumps(document) + "\n")
-            return
-        for name, info in zip(page.models, page.engines, strict=False):
-            write_out(f"{sanitize(name)}: {sanitize(info.why)}\n")
-        write_out(f"votes go to {sanitize(votes)}\nopen {page.address}    (Ctrl+C ends it)\n")
+    run_compare(options, PageScreen(as_json=output.as_json))

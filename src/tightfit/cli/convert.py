@@ -1,4 +1,4 @@
-"""`tightfit convert`: write a model in another format; predicted and measured cost."""
+"""`tightfit convert`: Turn a model into another format, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -7,33 +7,34 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import RenderableType
-
+from tightfit.api.convert import ConvertOptions
 from tightfit.api.convert import convert as convert_model
-from tightfit.cli.flags.export import ConvertFlags
-from tightfit.cli.terminal.output import announce, progress_bar, show_json, write_err
-from tightfit.cli.terminal.screen import Column, heading, make_table, plain, render_notes, show
+from tightfit.api.options.common import Output
+from tightfit.cli.terminal.output import announce, progress_bar, write_err
+from tightfit.cli.terminal.screen import heading, make_table, plain, render_notes, show_output
 from tightfit.core.text import sanitize
 from tightfit.core.units import render_bytes, render_seconds
-from tightfit.export.convert import ConvertResult
+from tightfit.export.convert import KIND_NAMES, ConvertForecast, ConvertResult, ConvertSource
 
 if TYPE_CHECKING:
-    from tightfit.export.convert import ConvertForecast, ConvertSource
-
+    from rich.console import RenderableType
 
 _FORMATS = {"gguf": "GGUF file", "hf": "Hugging Face folder"}
 
 
-def show_conversion(made: ConvertResult) -> None:
-    show(_render(made))
+def convert(options: ConvertOptions, output: Output) -> None:
+    """Convert and show."""
+    with progress_bar() as report:
+        made = convert_model(replace(options, progress=report, on_forecast=_announce_forecast))
+    show_output(made, _render(made), as_json=output.as_json)
+    announce(Path(made.path))
 
 
 def _render(made: ConvertResult) -> Iterator[RenderableType]:
     yield heading(f"{made.source} as {_FORMATS[made.format]}, {made.dtype}: {made.path}")
     yield ""
-    columns = [Column(title="", style="bold"), Column(title="predicted", right=True)]
     yield make_table(
-        [*columns, Column(title="measured", right=True)],
+        ["*", ">predicted", ">measured"],
         [
             ["size", render_bytes(made.forecast.disk_bytes), render_bytes(made.size_bytes)],
             [
@@ -49,20 +50,7 @@ def _render(made: ConvertResult) -> Iterator[RenderableType]:
     yield plain(f"next: {made.next_command}")
 
 
-def convert(flags: ConvertFlags) -> None:
-    """Convert and show."""
-    with progress_bar() as report:
-        made = convert_model(replace(flags, progress=report, on_forecast=_announce_forecast))
-    if flags.as_json:
-        show_json(made.model_dump(mode="json"))
-    else:
-        show_conversion(made)
-    announce(Path(made.path))
-
-
 def _announce_forecast(source: ConvertSource, target: Path, forecast: ConvertForecast) -> None:
-    from tightfit.export.convert import KIND_NAMES
-
     write_err(
         f"{sanitize(source.name)} is {KIND_NAMES[source.kind]}; "
         f"{sanitize(target.name)} will take {render_bytes(forecast.disk_bytes)} of disk, and "

@@ -1,4 +1,4 @@
-"""`tightfit farm`: answer the prompts of a file on many machines, once each."""
+"""`tightfit farm`: Answer the prompts of a file on many machines, once each."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -16,20 +17,67 @@ from rich.table import Table
 from rich.text import Text
 
 from tightfit.api.farm import FarmPreview, FarmResult, FarmWatcher, preview_farm, run_farm
-from tightfit.cli.flags.serving import FarmFlags
-from tightfit.cli.generate import show_result
+from tightfit.api.options.serving import FarmOptions, FarmOutput
+from tightfit.cli.generate import StopRequestedError, render_gb, show_result, signals_caught
 from tightfit.cli.terminal.output import announce, show_json, write_err
-from tightfit.cli.terminal.screen import Cell, Column, heading, make_table, plain, show
-from tightfit.core.errors import EXIT_INTERRUPTED
+from tightfit.cli.terminal.screen import Cell, heading, make_table, plain, show
+from tightfit.core.errors import EXIT_INTERRUPTED, EXIT_REQUEUE
 from tightfit.core.text import count_of, sanitize
 from tightfit.core.units import render_seconds, render_usd
 from tightfit.farming.estimate import Bounds, EstimateBasis, FarmEstimate
 from tightfit.farming.folder import FarmFile
-from tightfit.farming.progress import FarmProgress
-from tightfit.farming.statistics import FarmStatistics, NodeStatistics
+from tightfit.farming.statistics import FarmProgress, FarmStatistics, NodeStatistics
+
+PIPED_COLUMNS = 200
+"""Room for all columns beside each other, with names of nodes that are 40 letters long."""
 
 
-def describe_estimate(preview: FarmPreview) -> dict[str, Any]:
+def farm(options: FarmOptions, output: FarmOutput) -> None:
+    """Answer the prompts of a file on many machines, or with --dry-run show where."""
+    screen = _FarmScreen(as_json=output.as_json)
+    if output.dry_run:
+        preview = preview_farm(options)
+        if output.as_json:
+            show_json(_describe_preview(preview))
+        else:
+            show(_render_estimate(preview))
+        return
+    try:
+        with signals_caught():
+            result = run_farm(options, screen)
+    except StopRequestedError:
+        raise typer.Exit(EXIT_REQUEUE) from None
+    if result.was_finished:
+        _report_finished(result, options.stats, as_json=output.as_json)
+        return
+    written = (result.out, result.failures_path, options.stats)
+    for path in filter(None, written):
+        announce(path)
+    assert result.estimate is not None
+    expected = _describe_expected(result.estimate)
+    show_result(
+        result.out,
+        result.statistics,
+        result.error,
+        _render_statistics,
+        output.as_json,
+        piped_columns=PIPED_COLUMNS,
+        estimate=expected,
+    )
+
+
+def _report_finished(result: FarmResult, stats: Path | None, *, as_json: bool) -> None:
+    out = sanitize(str(result.out))
+    write_err(f"{out} is finished already; --fresh makes the answers again\n")
+    document: dict[str, Any] = {"finished": True, "out": str(result.out)}
+    if stats is not None and result.statistics is not None:
+        announce(stats)
+        document |= result.statistics.model_dump(mode="json")
+    if as_json:
+        show_json(document)
+
+
+def _describe_preview(preview: FarmPreview) -> dict[str, Any]:
     job, estimate = preview.job, preview.estimate
     return {
         "num_prompts": len(job.prompts),
@@ -48,12 +96,12 @@ def describe_estimate(preview: FarmPreview) -> dict[str, Any]:
             }
             for kind in estimate.types
         ],
-        **describe_expected(estimate),
+        **_describe_expected(estimate),
         "out": str(preview.out),
     }
 
 
-def describe_expected(estimate: FarmEstimate) -> dict[str, Any]:
+def _describe_expected(estimate: FarmEstimate) -> dict[str, Any]:
     """The whole, without its parts."""
     return {
         "basis": estimate.basis.value,
@@ -74,38 +122,30 @@ def render_range(bounds: Bounds, render: Callable[[float], str]) -> str:
     return low if low == high else f"{low} to {high}"
 
 
-def show_estimate(preview: FarmPreview) -> None:
-    show(_render_estimate(preview))
-
-
 def _render_estimate(preview: FarmPreview) -> Iterator[RenderableType]:
     estimate = preview.estimate
     answers = count_of(preview.job.num_answers, "answer")
+    if not estimate.num_answers:
+        yield heading(f"Nothing is left to do: {answers} given already")
+        return
     if estimate.num_answers != preview.job.num_answers:
         answers = f"The other {estimate.num_answers:,} of {answers}"
     num_workers = sum(group.num_workers for group in preview.groups)
     yield heading(f"{answers} by {count_of(num_workers, 'worker')}")
-    rows: list[list[Cell]] = [
-        [
-            kind.group,
-            kind.name,
-            f"{kind.num_workers:,}",
-            "-"
-            if kind.new_tokens_per_second is None
-            else render_range(kind.new_tokens_per_second, _rate),
-            kind.basis.value,
-            "-" if kind.usd_per_hour is None else render_usd(kind.usd_per_hour),
-        ]
-        for kind in estimate.types
-    ]
-    columns = [
-        Column(title="partition"),
-        Column(title="device"),
-        Column(title="workers", right=True),
-        Column(title="new tokens/s", right=True),
-        Column(title="basis"),
-        Column(title="rent an hour", right=True),
-    ]
+    rows = []
+    for kind in estimate.types:
+        rate, rent = kind.new_tokens_per_second, kind.usd_per_hour
+        rows.append(
+            [
+                kind.group,
+                kind.name,
+                f"{kind.num_workers:,}",
+                "-" if rate is None else render_range(rate, _rate),
+                kind.basis.value,
+                "-" if rent is None else render_usd(rent),
+            ]
+        )
+    columns = ["partition", "device", ">workers", ">new tokens/s", "basis", ">rent an hour"]
     yield make_table(columns, rows)
     yield plain(_time_and_cost(estimate))
 
@@ -132,45 +172,47 @@ def _time_and_cost(estimate: FarmEstimate) -> str:
     )
 
 
-def show_statistics(statistics: FarmStatistics) -> None:
-    show(_render_statistics(statistics))
-
-
 def _render_statistics(statistics: FarmStatistics) -> Iterator[RenderableType]:
-    yield heading(
-        f"{count_of(statistics.num_answers, 'answer')} in {render_seconds(statistics.seconds)}"
-    )
+    start = ""
+    if statistics.start_seconds is not None:
+        start = f", after {render_seconds(statistics.start_seconds)} until a model was loaded"
+    answers = count_of(statistics.num_answers, "answer")
+    yield heading(f"{answers} in {render_seconds(statistics.seconds)}{start}")
     yield plain(
         f"{statistics.num_prompt_tokens:,} prompt and {statistics.num_new_tokens:,} new tokens; "
         f"{statistics.new_tokens_per_second:,.1f} new and "
         f"{statistics.total_tokens_per_second:,.1f} in all a second, "
         f"{statistics.answers_per_second:,.2f} answers a second"
     )
-    yield plain(_releases(statistics))
+    size = count_of(statistics.prompts_per_chunk, "prompt")
+    again = ", ".join(f"{count:,} {why}" for why, count in statistics.released.items())
+    yield plain(
+        f"{count_of(statistics.num_chunks, 'chunk')} of {size}; "
+        f"{f'leased again: {again}' if again else 'none leased again'}; "
+        f"done twice and discarded: {statistics.num_discarded:,}"
+    )
     yield ""
     columns = [
-        Column(title="partition"),
-        Column(title="node"),
-        Column(title="workers", right=True),
-        Column(title="answers", right=True),
-        Column(title="share", right=True),
-        Column(title="new tokens", right=True),
-        Column(title="a second", right=True),
-        Column(title="busy", right=True),
-        Column(title="idle", right=True),
-        Column(title="taken over", right=True),
-        Column(title="doubled", right=True),
+        "partition",
+        "node",
+        ">workers",
+        ">answers",
+        ">share",
+        ">new tokens",
+        ">a second",
+        ">busy",
+        ">idle",
+        ">taken over",
+        ">doubled",
+        ">memory/s",
+        "bottleneck",
     ]
-    yield make_table(columns, [_node_row(node) for node in statistics.nodes])
-
-
-def _releases(statistics: FarmStatistics) -> str:
-    size = count_of(statistics.prompts_per_chunk, "prompt")
-    parts = [f"{count_of(statistics.num_chunks, 'chunk')} of {size}"]
-    again = ", ".join(f"{count:,} {why}" for why, count in statistics.released.items())
-    parts.append(f"leased again: {again}" if again else "none leased again")
-    parts.append(f"done twice and discarded: {statistics.num_discarded:,}")
-    return "; ".join(parts)
+    rows = [_node_row(node) for node in statistics.nodes]
+    yield make_table(columns, rows, piped_columns=PIPED_COLUMNS)
+    most = max(statistics.nodes, key=lambda node: node.num_answers, default=None)
+    if most is not None and most.sentence is not None:
+        yield ""
+        yield heading(f"{most.node}: {most.sentence}")
 
 
 def _node_row(node: NodeStatistics) -> list[Cell]:
@@ -187,7 +229,17 @@ def _node_row(node: NodeStatistics) -> list[Cell]:
         render_seconds(node.idle_seconds),
         f"{sum(node.taken_over.values()):,}",
         f"{node.num_discarded:,}",
+        _bandwidth(node),
+        node.bottleneck or "-",
     ]
+
+
+def _bandwidth(node: NodeStatistics) -> str:
+    """Estimated, and of what a copy reaches there."""
+    if node.bytes_per_second is None:
+        return "-"
+    share = node.bandwidth_fraction
+    return render_gb(node.bytes_per_second) + ("" if share is None else f" ({share:.0%})")
 
 
 def _rate(rate: float | None) -> str:
@@ -197,26 +249,6 @@ def _rate(rate: float | None) -> str:
 LINE_SECONDS = 60.0
 """Between lines of progress where stderr is no terminal."""
 MIN_CHUNKS = 3
-
-
-class _Revision:
-    """Once as many chunks have come as workers are there, they say more than any estimate."""
-
-    def __init__(self, estimate: FarmEstimate) -> None:
-        self._estimate = estimate
-        self._num_before: int | None = None
-        self._is_shown = False
-
-    def show(self, progress: FarmProgress, write: Callable[[str], None]) -> None:
-        if self._num_before is None:
-            self._num_before = progress.num_done
-        num_new = progress.num_done - self._num_before
-        if self._is_shown or progress.is_finished or num_new < max(MIN_CHUNKS, progress.num_alive):
-            return
-        self._is_shown = True
-        text = revise(progress, self._estimate, num_chunks=num_new)
-        if text is not None:
-            write(text)
 
 
 def revise(progress: FarmProgress, estimate: FarmEstimate, *, num_chunks: int) -> str | None:
@@ -236,16 +268,6 @@ def revise(progress: FarmProgress, estimate: FarmEstimate, *, num_chunks: int) -
         f"measured by the first {count_of(num_chunks, 'chunk')}: "
         f"{render_range(whole, render_seconds)} in all{before}{cost}"
     )
-
-
-class _Lines:
-    def __init__(self) -> None:
-        self._due_s = time.monotonic() + LINE_SECONDS
-
-    def show(self, progress: FarmProgress) -> None:
-        if time.monotonic() >= self._due_s and not progress.is_finished:
-            self._due_s += LINE_SECONDS
-            write_err(f"{summarize(progress)}\n")
 
 
 def summarize(progress: FarmProgress, estimate: FarmEstimate | None = None) -> str:
@@ -280,46 +302,6 @@ def _render_progress(progress: FarmProgress, estimate: FarmEstimate) -> Renderab
     return Group(table, bar, Text(summarize(progress, estimate)))
 
 
-def farm(flags: FarmFlags) -> None:
-    """Answer the prompts of a file on many machines, or with --dry-run show where."""
-    screen = _FarmScreen(as_json=flags.as_json)
-    if flags.dry_run:
-        preview = preview_farm(flags)
-        if flags.as_json:
-            show_json(describe_estimate(preview))
-        else:
-            show_estimate(preview)
-        return
-    result = run_farm(flags, screen)
-    if result.was_finished:
-        _report_finished(flags, result)
-        return
-    written = (result.out, result.failures_path, flags.stats)
-    for path in filter(None, written):
-        announce(path)
-    assert result.estimate is not None
-    expected = describe_expected(result.estimate)
-    show_result(
-        result.out,
-        result.statistics,
-        result.error,
-        show_statistics,
-        flags.as_json,
-        estimate=expected,
-    )
-
-
-def _report_finished(flags: FarmFlags, result: FarmResult) -> None:
-    out = sanitize(str(result.out))
-    write_err(f"{out} is finished already; --fresh makes the answers again\n")
-    document: dict[str, Any] = {"finished": True, "out": str(result.out)}
-    if flags.stats is not None and result.statistics is not None:
-        announce(flags.stats)
-        document |= result.statistics.model_dump(mode="json")
-    if flags.as_json:
-        show_json(document)
-
-
 class _FarmScreen(FarmWatcher):
     """The estimate on stdout, progress on stderr, and a question on Ctrl-C."""
 
@@ -328,57 +310,85 @@ class _FarmScreen(FarmWatcher):
         self._as_json = as_json
         self._live: Live | None = None
         self._is_stopped: bool | None = None
+        self._cancel_commands: tuple[str, ...] = ()
 
     def estimated(self, preview: FarmPreview) -> None:
         if not self._as_json:
-            show_estimate(preview)
+            show(_render_estimate(preview))
 
     @contextlib.contextmanager
     def watching(self, preview: FarmPreview) -> Iterator[Callable[[FarmProgress], None]]:
         """A table on stderr where it is a terminal, a line a minute elsewhere.
 
-        Both report once how the first chunks change the estimate.
+        Once as many chunks have come as there are workers, both report how they change the
+        estimate.
         """
-        revision = _Revision(preview.estimate)
+        estimate = preview.estimate
+        num_before: int | None = None
+        is_revised = False
+        line_due_s = time.monotonic() + LINE_SECONDS
+
+        def update(progress: FarmProgress) -> None:
+            nonlocal num_before, is_revised, line_due_s
+            num_before = progress.num_done if num_before is None else num_before
+            num_new = progress.num_done - num_before
+            is_due = not progress.is_finished and num_new >= max(MIN_CHUNKS, progress.num_alive)
+            if is_due and not is_revised:
+                is_revised = True
+                text = revise(progress, estimate, num_chunks=num_new)
+                if text is not None:
+                    write(text)
+            if self._live is not None:
+                self._live.update(_render_progress(progress, estimate))
+            elif time.monotonic() >= line_due_s and not progress.is_finished:
+                line_due_s += LINE_SECONDS
+                write(summarize(progress))
+
+        def write(text: str) -> None:
+            if self._live is not None:
+                self._live.console.print(text)
+            else:
+                write_err(f"{text}\n")
+
         # stdout is for the result alone: Ray's threads print there what happens to its workers.
         with contextlib.redirect_stdout(sys.stderr):
             if not sys.stderr.isatty():
-                lines = _Lines()
-
-                def write(progress: FarmProgress) -> None:
-                    revision.show(progress, lambda text: write_err(f"{text}\n"))
-                    lines.show(progress)
-
-                yield write
+                yield update
                 return
             console = Console(stderr=True)
-            with Live(console=console, transient=True, refresh_per_second=2) as live:
-                self._live = live
-
-                def draw(progress: FarmProgress) -> None:
-                    revision.show(progress, live.console.print)
-                    live.update(_render_progress(progress, preview.estimate))
-
-                yield draw
+            with Live(console=console, transient=True, refresh_per_second=2) as self._live:
+                yield update
 
     def message(self, text: str) -> None:
         write_err(f"{sanitize(text)}\n")
 
     def stops_workers(self) -> bool:
-        """Yes where nobody can be asked, and on a second Ctrl-C."""
+        """On Ctrl-C yes where nobody can be asked, and on a second one. On SIGTERM no: a login
+        node that is restarted, or a session that ends, is no reason to lose a place in the queue.
+        """
         if self._live is not None:
             self._live.stop()
+        if isinstance(sys.exc_info()[1], StopRequestedError):
+            self._is_stopped = False
+            return False
         self._is_stopped = True
         if not self._as_json and sys.stdin is not None and sys.stdin.isatty():
             with contextlib.suppress(KeyboardInterrupt, typer.Abort):
                 self._is_stopped = typer.confirm("\nEnd the workers too?", default=True, err=True)
         return self._is_stopped
 
+    def left_running(self, cancel_commands: tuple[str, ...]) -> None:
+        self._cancel_commands = cancel_commands
+
     def interrupted(self, file: FarmFile, num_kept: int) -> None:
         if self._is_stopped:
             write_err("\nstopped: what was answered is kept; the same command goes on\n")
         elif self._is_stopped is False:
-            write_err("\nthe workers go on; the same command watches them again\n")
+            end = "; ".join(self._cancel_commands) or "Ctrl-C in the same command"
+            write_err(
+                "\nthe workers go on, or stay in the queue; the same command watches them again\n"
+                f"  to end them: {sanitize(end)}\n"
+            )
         if self._as_json:
             show_json(
                 {
@@ -388,6 +398,9 @@ class _FarmScreen(FarmWatcher):
                     "num_answers": file.num_answers,
                     "num_kept_answers": num_kept,
                     "remedy": "the same command goes on",
-                    "exit_code": EXIT_INTERRUPTED,
+                    "cancel": list(self._cancel_commands),
+                    "exit_code": EXIT_REQUEUE
+                    if isinstance(sys.exc_info()[1], StopRequestedError)
+                    else EXIT_INTERRUPTED,
                 }
             )

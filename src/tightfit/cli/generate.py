@@ -1,4 +1,4 @@
-"""`tightfit generate`: answer every prompt of a file once, resumably, with statistics."""
+"""`tightfit generate`: Answer every prompt of a file, once each."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import contextlib
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 import typer
 from rich.console import RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from tightfit.api.generate import (
@@ -21,49 +20,100 @@ from tightfit.api.generate import (
     preview_generate,
     run_generate,
 )
-from tightfit.cli.flags.serving import GenerateFlags
+from tightfit.api.options.serving import GenerateOptions, GenerateOutput
+from tightfit.cli.terminal.error_report import end_with
 from tightfit.cli.terminal.output import announce, show_json, write_err
-from tightfit.cli.terminal.screen import Cell, Column, heading, make_table, plain, show
+from tightfit.cli.terminal.screen import (
+    PIPED_COLUMNS,
+    Cell,
+    heading,
+    make_table,
+    plain,
+    render_pairs,
+    show,
+    show_output,
+)
 from tightfit.core.errors import EXIT_REQUEUE, UserError
 from tightfit.core.frozen import Frozen
 from tightfit.core.text import count_of, sanitize, sanitize_lines
 from tightfit.core.units import GB, TERA, render_bytes, render_seconds
 from tightfit.engines.protocol import EngineInfo
-from tightfit.serving.generate.job import OnAnswer
-from tightfit.serving.generate.prediction import InferencePrediction
+from tightfit.serving.generate.run import OnAnswer
 from tightfit.serving.generate.statistics import GenerateStatistics, Percentiles
 
 LONGEST_SHOWN = 2000
 
 
-def show_statistics(statistics: GenerateStatistics) -> None:
-    show(_render(statistics))
+def generate(options: GenerateOptions, output: GenerateOutput) -> None:
+    """Answer the prompts of a file, or with --dry-run show what would be asked."""
+    if output.dry_run:
+        preview = _describe_preview(preview_generate(options))
+        show_output(preview, _render_preview(preview), as_json=output.as_json)
+        return
+    try:
+        result = run_generate(options, _GenerateScreen(as_json=output.as_json))
+    except StopRequestedError:
+        raise typer.Exit(EXIT_REQUEUE) from None
+    if result.was_finished:
+        out = sanitize(str(result.out))
+        write_err(f"{out} is finished already; --fresh makes the answers again\n")
+        if output.as_json:
+            show_json({"finished": True, "out": str(result.out)})
+        return
+    written = (result.out, result.failures_path, options.stats if result.statistics else None)
+    for path in filter(None, written):
+        announce(path)
+    show_result(result.out, result.statistics, result.error, _render, output.as_json)
 
 
-def describe_preview(preview: GeneratePreview) -> dict[str, Any]:
+Shown = TypeVar("Shown", bound=Frozen)
+
+
+def show_result(
+    out: Path,
+    statistics: Shown | None,
+    error: UserError | None,
+    render: Callable[[Shown], Iterable[RenderableType]],
+    as_json: bool,
+    piped_columns: int = PIPED_COLUMNS,
+    **extra: object,
+) -> None:
+    """The statistics, then the error about prompts that failed, if any."""
+    if not as_json:
+        if statistics is not None:
+            show(render(statistics), piped_columns=piped_columns)
+        if error is not None:
+            raise error
+        return
+    document: dict[str, Any] = {"finished": error is None, "out": str(out)}
+    document |= {} if statistics is None else statistics.model_dump(mode="json")
+    document |= extra
+    if error is not None:
+        raise end_with(error, document, as_json=True)
+    show_json(document)
+
+
+def _describe_preview(preview: GeneratePreview) -> dict[str, Any]:
     """The first prompts as the model will see them, and what is predicted of the run."""
     prediction = preview.prediction
     return {
         "num_prompts": len(preview.job.prompts),
         "num_samples": preview.job.num_samples,
         "rendered": list(preview.rendered),
-        "prediction": None if prediction is None else _describe_prediction(prediction),
-    }
-
-
-def _describe_prediction(prediction: InferencePrediction) -> dict[str, Any]:
-    estimate = prediction.estimate
-    return {
-        "engine": prediction.choice.engine,
-        "device": prediction.gpu.name,
-        "why": prediction.choice.why,
-        "num_slots": prediction.job.num_slots,
-        "peak_bytes": estimate.peak_bytes,
-        "free_bytes": prediction.capacity_bytes,
-        "verdict": prediction.verdict.value,
-        "components": estimate.components,
-        "new_tokens_per_second": estimate.new_tokens_per_second,
-        "bound": estimate.bound,
+        "prediction": None
+        if prediction is None
+        else {
+            "engine": prediction.choice.engine,
+            "device": prediction.gpu.name,
+            "why": prediction.choice.why,
+            "num_slots": prediction.job.num_slots,
+            "peak_bytes": prediction.estimate.peak_bytes,
+            "free_bytes": prediction.capacity_bytes,
+            "verdict": prediction.verdict.value,
+            "components": prediction.estimate.components,
+            "new_tokens_per_second": prediction.new_tokens_per_second,
+            "bound": prediction.estimate.bound,
+        },
     }
 
 
@@ -89,7 +139,7 @@ def _render_preview(preview: Mapping[str, Any]) -> Iterator[RenderableType]:
     ]
     rows.append(["peak", render_bytes(expected["peak_bytes"])])
     rows.append([f"free on {expected['device']}", render_bytes(expected["free_bytes"])])
-    yield make_table([Column(title="memory"), Column(title="", right=True)], rows)
+    yield make_table(["memory", ">"], rows)
     rate = expected["new_tokens_per_second"]
     yield plain(
         f"{expected['verdict'].replace('_', ' ')}; about {rate:,.0f} new tokens/s with "
@@ -104,31 +154,16 @@ def _render(statistics: GenerateStatistics) -> Iterator[RenderableType]:
         f"{statistics.engine}, {statistics.format} on {statistics.device}, "
         f"{statistics.num_slots} at a time; loaded in {_took(statistics.load_seconds)}"
     )
-    for remark in _remarks(statistics):
-        yield plain(remark)
-    yield ""
-    yield _grid(_rows(statistics))
-    yield ""
-    yield Text(statistics.sentence, style="bold")
-
-
-def _grid(rows: Iterator[tuple[str, str]]) -> RenderableType:
-    """Names and sentences, whose further lines hang under the first."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, text in rows:
-        table.add_row(heading(name), plain(text))
-    return table
-
-
-def _remarks(statistics: GenerateStatistics) -> Iterator[str]:
     if statistics.num_earlier_answers:
         earlier = count_of(statistics.num_earlier_answers, "answer")
-        yield f"Beside {earlier} of an earlier run, which the figures leave out."
+        yield plain(f"Beside {earlier} of an earlier run, which the figures leave out.")
     if statistics.num_cut:
         cut = count_of(statistics.num_cut, "answer")
-        yield f"Cut off at the limit on new tokens (--max-new-tokens): {cut}."
+        yield plain(f"Cut off at the limit on new tokens (--max-new-tokens): {cut}.")
+    yield ""
+    yield render_pairs(_rows(statistics))
+    yield ""
+    yield heading(statistics.sentence)
 
 
 def _rows(statistics: GenerateStatistics) -> Iterator[tuple[str, str]]:
@@ -177,9 +212,9 @@ def _disk(statistics: GenerateStatistics) -> str:
     disk = statistics.disk
     if disk.load_bytes is None:
         return "not reported by the system"
-    text = f"{_gb(disk.load_bytes)} read while loading"
+    text = f"{render_gb(disk.load_bytes)} read while loading"
     if disk.answer_bytes:
-        text += f", {_gb(disk.answer_bytes)} while answering"
+        text += f", {render_gb(disk.answer_bytes)} while answering"
     if disk.cached_fraction is not None and disk.cached_fraction > 0.05:
         text += f"; {disk.cached_fraction:.0%} of the weight files came from the page cache"
     return text
@@ -189,17 +224,18 @@ def _traffic_rows(statistics: GenerateStatistics) -> Iterator[tuple[str, str]]:
     traffic = statistics.traffic
     yield (
         "memory moved",
-        f"{_gb(traffic.bytes_moved)} in {traffic.num_passes:,.0f} passes (estimated)",
+        f"{render_gb(traffic.bytes_moved)} in {traffic.num_passes:,.0f} passes (estimated)",
     )
     ceiling = traffic.measured_ceiling_bytes_per_second
     text = (
-        f"{_gb(traffic.average_bytes_per_second)}/s average, "
-        f"{_gb(traffic.peak_bytes_per_second)}/s peak (estimated)"
+        f"{render_gb(traffic.average_bytes_per_second)}/s average, "
+        f"{render_gb(traffic.peak_bytes_per_second)}/s peak (estimated)"
     )
     if ceiling and traffic.average_fraction is not None:
-        text += f"; {traffic.average_fraction:.0%} of the {_gb(ceiling)}/s that a copy reaches here"
+        share = f"{traffic.average_fraction:.0%} of the {render_gb(ceiling)}/s"
+        text += f"; {share} that a copy reaches here"
     if traffic.paper_ceiling_bytes_per_second:
-        text += f", {_gb(traffic.paper_ceiling_bytes_per_second)}/s on paper"
+        text += f", {render_gb(traffic.paper_ceiling_bytes_per_second)}/s on paper"
     yield ("bandwidth", text)
 
 
@@ -217,25 +253,22 @@ def _arithmetic(statistics: GenerateStatistics) -> str:
 def _memory(statistics: GenerateStatistics) -> str:
     memory = statistics.memory
     is_cpu = statistics.device == "cpu"
-    parts = []
-    if memory.device_bytes is not None:
-        parts.append(
-            f"{render_bytes(memory.device_bytes)} {'resident' if is_cpu else 'on the GPU'}"
-        )
-    if memory.allocated_bytes is not None:
-        parts.append(f"{render_bytes(memory.allocated_bytes)} of it in tensors")
-    if not is_cpu:
-        parts.append(f"{render_bytes(memory.host_bytes)} on the host")
-    if memory.predicted_bytes is not None:
-        parts.append(f"predicted {render_bytes(memory.predicted_bytes)}")
-    return "; ".join(parts)
+    parts = {
+        "{} resident" if is_cpu else "{} on the GPU": memory.device_bytes,
+        "{} of it in tensors": memory.allocated_bytes,
+        "{} on the host": None if is_cpu else memory.host_bytes,
+        "predicted {}": memory.predicted_bytes,
+    }
+    return "; ".join(
+        text.format(render_bytes(size)) for text, size in parts.items() if size is not None
+    )
 
 
 def _took(seconds: float) -> str:
     return f"{1000 * seconds:.0f} ms" if seconds < 1 else render_seconds(seconds)
 
 
-def _gb(num_bytes: float) -> str:
+def render_gb(num_bytes: float) -> str:
     return f"{num_bytes / GB:,.1f} GB" if num_bytes >= 0.1 * GB else f"{num_bytes / 1e6:,.1f} MB"
 
 
@@ -243,61 +276,7 @@ def _flops(rate: float) -> str:
     return f"{rate / TERA:,.2f} TFLOP/s" if rate >= 0.01 * TERA else f"{rate / GB:,.1f} GFLOP/s"
 
 
-def generate(flags: GenerateFlags) -> None:
-    """Answer the prompts of a file, or with --dry-run show what would be asked."""
-    if flags.dry_run:
-        preview = describe_preview(preview_generate(flags))
-        if flags.as_json:
-            show_json(preview)
-        else:
-            show(_render_preview(preview))
-        return
-    try:
-        result = run_generate(flags, _GenerateScreen(as_json=flags.as_json))
-    except _StopRequestedError:
-        raise typer.Exit(EXIT_REQUEUE) from None
-    if result.was_finished:
-        out = sanitize(str(result.out))
-        write_err(f"{out} is finished already; --fresh makes the answers again\n")
-        if flags.as_json:
-            show_json({"finished": True, "out": str(result.out)})
-        return
-    written = (result.out, result.failures_path, flags.stats if result.statistics else None)
-    for path in filter(None, written):
-        announce(path)
-    show_result(result.out, result.statistics, result.error, show_statistics, flags.as_json)
-
-
-Shown = TypeVar("Shown", bound=Frozen)
-
-
-def show_result(
-    out: Path,
-    statistics: Shown | None,
-    error: UserError | None,
-    show_statistics: Callable[[Shown], None],
-    as_json: bool,
-    **extra: object,
-) -> None:
-    """The statistics, then the error about prompts that failed, if any."""
-    if not as_json:
-        if statistics is not None:
-            show_statistics(statistics)
-        if error is not None:
-            raise error
-        return
-    document: dict[str, Any] = {"finished": error is None, "out": str(out)}
-    document |= {} if statistics is None else statistics.model_dump(mode="json")
-    document |= extra
-    if error is not None:
-        document |= {"error": error.problem, "remedy": error.remedy, "exit_code": error.exit_code}
-    show_json(document)
-    if error is not None:  # stdout has its one document already, the error in it
-        write_err(f"error: {sanitize(error.problem)}\n  try: {sanitize(error.remedy)}\n")
-        raise typer.Exit(error.exit_code)
-
-
-class _StopRequestedError(KeyboardInterrupt):
+class StopRequestedError(KeyboardInterrupt):
     """SIGTERM or SIGHUP: a batch system wants its machine back."""
 
 
@@ -318,7 +297,7 @@ class _GenerateScreen(GenerateWatcher):
 
     @contextlib.contextmanager
     def answering(self, num_earlier: int, num_answers: int) -> Iterator[OnAnswer | None]:
-        with _progress(num_answers, num_earlier) as on_answer, _signals_caught():
+        with _progress(num_answers, num_earlier) as on_answer, signals_caught():
             yield on_answer
 
     def interrupted(self, num_kept: int, num_answers: int) -> None:
@@ -329,11 +308,11 @@ class _GenerateScreen(GenerateWatcher):
 
 
 @contextlib.contextmanager
-def _signals_caught() -> Iterator[None]:
+def signals_caught() -> Iterator[None]:
     """SIGTERM and SIGHUP end the run as Ctrl-C does, with the exit code that asks for a requeue."""
 
     def stop(_number: int, _frame: object) -> None:
-        raise _StopRequestedError
+        raise StopRequestedError
 
     numbers = (signal.SIGTERM, signal.SIGHUP)
     before = [signal.signal(number, stop) for number in numbers]

@@ -1,4 +1,4 @@
-"""`tightfit hardware`: search the GPU catalogue, show one GPU with sources, or show a cluster."""
+"""`tightfit hardware`: List, search or show GPUs, or a cluster with --on."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from tightfit.api.hardware import hardware as api_hardware
-from tightfit.cli.flags.catalogue import HardwareFlags
-from tightfit.cli.terminal.output import show_json
-from tightfit.cli.terminal.screen import Column, heading, make_table, plain, render_notes, show
+from tightfit.api.catalogue import HardwareOptions
+from tightfit.api.catalogue import hardware as api_hardware
+from tightfit.api.options.common import Output
+from tightfit.cli.terminal.screen import heading, make_table, plain, render_notes, show_output
 from tightfit.core.errors import SetupError
 from tightfit.core.text import count_of, sanitize
 from tightfit.core.units import GB, GIB, TERA, render_bytes, render_seconds, render_usd
@@ -24,35 +24,40 @@ from tightfit.hardware.inventory import (
     free_cores,
     list_assumptions,
     list_inventory_rows,
+    plannable_cluster,
 )
 from tightfit.hardware.types import Cluster, Gpu, NodeGroup
 
-# GPUs and clusters as text.
+
+def hardware(options: HardwareOptions, output: Output) -> None:
+    """Show the catalogue, one card, or what `--on` means."""
+    result = api_hardware(options)
+    document: Any
+    if result.inventory is not None:
+        document = _describe_inventory(result.inventory)
+        parts = render_inventory(result.inventory, is_each=options.each)
+    elif result.cluster is not None:
+        document, parts = result.cluster, render_cluster(result.cluster)
+    elif result.record is not None:
+        document, parts = _describe_gpu(result.record), _render_gpu(result.record)
+    else:
+        document = {"gpus": [gpu.model_dump(mode="json") for gpu in result.gpus]}
+        parts = _render_gpus(result.gpus)
+    show_output(document, parts, as_json=output.as_json)
 
 
-def show_gpus(gpus: list[Gpu]) -> None:
-    show(_render_gpus(gpus))
+def _describe_gpu(record: GpuRecord) -> dict[str, Any]:
+    return {
+        **record.gpu.model_dump(mode="json"),
+        "family": record.family,
+        "aliases": list(record.aliases),
+        "numbers": [dataclasses.asdict(number) for number in record.numbers],
+    }
 
 
-def show_gpu(record: GpuRecord) -> None:
-    show(_render_gpu(record))
-
-
-def show_cluster(cluster: Cluster) -> None:
-    show(_render_cluster(cluster))
-
-
-def _render_gpus(gpus: list[Gpu]) -> Iterator[RenderableType]:
+def _render_gpus(gpus: Sequence[Gpu]) -> Iterator[RenderableType]:
     """One line per card."""
-    columns = (
-        Column(title="GPU", style="bold"),
-        Column(title="memory", right=True),
-        Column(title="cc", right=True),
-        Column(title="fp16", right=True),
-        Column(title="bf16", right=True),
-        Column(title="GB/s", right=True),
-        Column(title="median $/h", right=True),
-    )
+    columns = ("*GPU", ">memory", ">cc", ">fp16", ">bf16", ">GB/s", ">median $/h")
     yield make_table(columns, [_gpu_row(gpu) for gpu in gpus])
     yield ""
     yield "memory as torch sees it; cc: compute capability; fp16, bf16: dense peak TFLOP/s."
@@ -67,12 +72,7 @@ def _render_gpu(record: GpuRecord) -> Iterator[RenderableType]:
         yield f"also known as {', '.join(record.aliases)}"
     yield f"planned with {render_bytes(gpu.memory_bytes)} of memory"
     yield ""
-    columns = (
-        Column(title="number"),
-        Column(title="value", right=True, keep=False),
-        Column(title="source", right=True),
-        Column(title="note", keep=False),
-    )
+    columns = ("number", ">~value", ">source", "~note")
     sources = list(dict.fromkeys(number.source for number in record.numbers))
     rows = [
         (
@@ -84,22 +84,31 @@ def _render_gpu(record: GpuRecord) -> Iterator[RenderableType]:
         for number in record.numbers
     ]
     yield make_table(columns, rows)
-    yield from _render_prices(gpu)
+    if gpu.prices:
+        prices = [
+            (
+                price.cloud,
+                *(
+                    "-" if usd is None else render_usd(usd)
+                    for usd in (
+                        price.usd_per_gpu_hour,
+                        price.usd_per_gpu_hour_min,
+                        price.usd_per_gpu_hour_spot,
+                    )
+                ),
+                price.date,
+            )
+            for price in gpu.prices
+        ]
+        yield ""
+        yield make_table(("cloud", ">$/GPU-hour", ">lowest", ">spot", "date"), prices)
     yield from render_notes("Sources", sources, is_numbered=True)
     yield from render_notes("Notes", (gpu.notes,) if gpu.notes else ())
 
 
-def _render_cluster(cluster: Cluster) -> Iterator[RenderableType]:
+def render_cluster(cluster: Cluster) -> Iterator[RenderableType]:
     """One line per group of equal nodes."""
-    columns = (
-        Column(title="group", keep=False, style="bold"),
-        Column(title="nodes", right=True),
-        Column(title="GPUs per node", keep=False),
-        Column(title="GPU memory", right=True),
-        Column(title="host RAM", right=True),
-        Column(title="link", keep=False),
-        Column(title="limit", right=True),
-    )
+    columns = ("*~group", ">nodes", "~GPUs per node", ">GPU memory", ">host RAM", "~link", ">limit")
     yield plain(f"{count_of(cluster.num_gpus, 'GPU')}, from {cluster.source}")
     yield ""
     yield make_table(columns, [_group_row(group) for group in cluster.groups])
@@ -111,48 +120,15 @@ def _render_cluster(cluster: Cluster) -> Iterator[RenderableType]:
 
 def _gpu_row(gpu: Gpu) -> tuple[str, ...]:
     capability = gpu.compute_capability
+    peaks = [gpu.peak_flops.get(kind) for kind in ("fp16", "bf16")]
     return (
         gpu.name,
         render_bytes(gpu.memory_bytes),
         f"{capability[0]}.{capability[1]}" if capability else "-",
-        _peak(gpu, "fp16"),
-        _peak(gpu, "bf16"),
+        *(f"{peak / TERA:.0f}" if peak else "-" for peak in peaks),
         f"{gpu.memory_bytes_per_second / GB:,.0f}",
         render_usd(gpu.cheapest.usd_per_gpu_hour) if gpu.cheapest is not None else "-",
     )
-
-
-def _peak(gpu: Gpu, kind: str) -> str:
-    peak = gpu.peak_flops.get(kind)
-    return f"{peak / TERA:.0f}" if peak else "-"
-
-
-def _render_prices(gpu: Gpu) -> Iterator[RenderableType]:
-    if not gpu.prices:
-        return
-    columns = (
-        Column(title="cloud"),
-        Column(title="$/GPU-hour", right=True),
-        Column(title="lowest", right=True),
-        Column(title="spot", right=True),
-        Column(title="date"),
-    )
-
-    def money(usd: float | None) -> str:
-        return "-" if usd is None else render_usd(usd)
-
-    rows = [
-        (
-            price.cloud,
-            money(price.usd_per_gpu_hour),
-            money(price.usd_per_gpu_hour_min),
-            money(price.usd_per_gpu_hour_spot),
-            price.date,
-        )
-        for price in gpu.prices
-    ]
-    yield ""
-    yield make_table(columns, rows)
 
 
 def _group_row(group: NodeGroup) -> tuple[str, ...]:
@@ -175,23 +151,36 @@ MAX_ERRORS_SHOWN = 8
 """Nodes that are named with their reason; --each names all."""
 
 
-def show_inventory(inventory: Inventory, *, is_each: bool) -> None:
-    show(_render(inventory, is_each=is_each))
-
-
-def _render(inventory: Inventory, *, is_each: bool) -> Iterator[RenderableType]:
-    yield plain(_describe_totals(inventory))
+def render_inventory(inventory: Inventory, *, is_each: bool) -> Iterator[RenderableType]:
+    totals = count_totals(inventory)
+    counts = [
+        count_of(totals.num_nodes, "node"),
+        count_of(totals.num_gpus, "GPU") + _free(totals.num_free_gpus, totals.num_gpus),
+        count_of(totals.num_cores, "core") + _free(totals.num_free_cores, totals.num_cores),
+        f"{render_bytes(totals.memory_bytes)} of memory",
+    ]
+    yield plain(f"{inventory.source}: {', '.join(counts)}")
     pool = "pool" if inventory.source.startswith("k8s") else "partition"
     yield ""
     if is_each:
-        yield _render_nodes(inventory.nodes, f"{pool}s")
+        columns = ("*node", f"~{pool}s", "~it has", ">GPUs", ">cores", ">memory", "~state")
+        yield make_table(columns, [_node_row(node) for node in inventory.nodes])
         yield ""
         yield "GPUs, cores and memory: what no job holds / all."
     else:
-        yield _render_rows(list_inventory_rows(inventory), pool)
+        titles = (f"*{pool}", "~each node has", ">nodes", ">GPUs", "~state", ">limit")
+        yield make_table(titles, [_row(row) for row in list_inventory_rows(inventory)])
         yield ""
         yield "Nodes and GPUs: free now / all."
-        yield from _render_errors(inventory)
+        broken = [
+            f"{node.name} is {node.state.value}{f': {node.reason}' if node.reason else ''}"
+            for node in inventory.nodes
+            if not node.state.takes_jobs
+        ]
+        shown = broken[:MAX_ERRORS_SHOWN]
+        if len(shown) < len(broken):
+            shown.append(f"{len(broken) - len(shown)} more (--each lists them)")
+        yield from render_notes("Taking no jobs", shown)
     notes = [*inventory.warnings, *list_assumptions(inventory)]
     is_shared = len(inventory.pools) > 1 and any(len(node.pools) > 1 for node in inventory.nodes)
     if is_shared and not is_each:
@@ -202,31 +191,8 @@ def _render(inventory: Inventory, *, is_each: bool) -> Iterator[RenderableType]:
         yield plain(f"Each node: tightfit hardware --on {inventory.source} --each")
 
 
-def _describe_totals(inventory: Inventory) -> str:
-    totals = count_totals(inventory)
-    parts = [
-        count_of(totals.num_nodes, "node"),
-        count_of(totals.num_gpus, "GPU") + _free(totals.num_free_gpus, totals.num_gpus),
-        count_of(totals.num_cores, "core") + _free(totals.num_free_cores, totals.num_cores),
-        f"{render_bytes(totals.memory_bytes)} of memory",
-    ]
-    return f"{inventory.source}: {', '.join(parts)}"
-
-
 def _free(free: int | None, whole: int) -> str:
     return "" if free is None or not whole else f" ({free:,} free)"
-
-
-def _render_rows(rows: Sequence[InventoryRow], pool: str) -> RenderableType:
-    columns = (
-        Column(title=pool, style="bold"),
-        Column(title="each node has", keep=False),
-        Column(title="nodes", right=True),
-        Column(title="GPUs", right=True),
-        Column(title="state", keep=False),
-        Column(title="limit", right=True),
-    )
-    return make_table(columns, [_row(row) for row in rows])
 
 
 def _row(row: InventoryRow) -> tuple[str, ...]:
@@ -246,26 +212,13 @@ def _row(row: InventoryRow) -> tuple[str, ...]:
     )
 
 
-def _render_nodes(nodes: Sequence[ClusterNode], pools: str) -> RenderableType:
-    columns = (
-        Column(title="node", style="bold"),
-        Column(title=pools, keep=False),
-        Column(title="it has", keep=False),
-        Column(title="GPUs", right=True),
-        Column(title="cores", right=True),
-        Column(title="memory", right=True),
-        Column(title="state", keep=False),
-    )
-    return make_table(columns, [_node_row(node) for node in nodes])
-
-
 def _node_row(node: ClusterNode) -> tuple[str, ...]:
     why = f": {node.reason}" if node.reason else ""
-    memory = "not told" if node.memory_bytes is None else render_bytes(node.memory_bytes)
+    memory = "not stated" if node.memory_bytes is None else render_bytes(node.memory_bytes)
     if node.memory_bytes is not None and node.free_memory_bytes is not None:
         free = node.free_memory_bytes if node.state.takes_jobs else 0
         memory = f"{free / GIB:.1f}/{node.memory_bytes / GIB:.1f} GiB"
-    cores = "not told" if node.num_cores is None else _part(free_cores(node), node.num_cores)
+    cores = "not stated" if node.num_cores is None else _part(free_cores(node), node.num_cores)
     return (
         sanitize(node.name),
         sanitize(", ".join(filter(None, node.pools)) or "-"),
@@ -284,7 +237,7 @@ def _part(free: int | None, whole: int) -> str:
 
 
 def _span(amounts: Sequence[int | None], form: str | None = None) -> str:
-    """One amount, or the least and the most; nothing where none was told. Bytes without a form."""
+    """One amount, or the least and the most; nothing where none is known. Bytes without a form."""
     reported = [amount for amount in amounts if amount is not None]
     if not reported:
         return ""
@@ -294,73 +247,8 @@ def _span(amounts: Sequence[int | None], form: str | None = None) -> str:
     return least if least == most else f"{least} to {most}"
 
 
-def _render_errors(inventory: Inventory) -> Iterator[RenderableType]:
-    broken = [node for node in inventory.nodes if not node.state.takes_jobs]
-    reported = [
-        f"{node.name} is {node.state.value}{f': {node.reason}' if node.reason else ''}"
-        for node in broken[:MAX_ERRORS_SHOWN]
-    ]
-    if len(broken) > MAX_ERRORS_SHOWN:
-        reported.append(f"{len(broken) - MAX_ERRORS_SHOWN} more (--each lists them)")
-    yield from render_notes("Taking no jobs", reported)
-
-
-def hardware(flags: HardwareFlags) -> None:
-    """Show the catalogue, one card, or what `--on` means."""
-    result = api_hardware(flags)
-    if result.inventory is not None:
-        _show_inventory(flags, result.inventory)
-    elif result.cluster is not None:
-        _show_cluster(result.cluster, as_json=flags.as_json)
-    elif result.record is not None:
-        _show_gpu(result.record, as_json=flags.as_json)
-    else:
-        _show_list(list(result.gpus), as_json=flags.as_json)
-
-
-def _show_list(gpus: list[Gpu], *, as_json: bool) -> None:
-    if as_json:
-        show_json({"gpus": [gpu.model_dump(mode="json") for gpu in gpus]})
-        return
-
-    show_gpus(gpus)
-
-
-def _show_gpu(record: GpuRecord, *, as_json: bool) -> None:
-    if as_json:
-        show_json(
-            {
-                **record.gpu.model_dump(mode="json"),
-                "family": record.family,
-                "aliases": list(record.aliases),
-                "numbers": [dataclasses.asdict(number) for number in record.numbers],
-            }
-        )
-        return
-
-    show_gpu(record)
-
-
-def _show_cluster(cluster: Cluster, *, as_json: bool) -> None:
-    if as_json:
-        show_json(cluster.model_dump(mode="json"))
-        return
-
-    show_cluster(cluster)
-
-
-def _show_inventory(flags: HardwareFlags, inventory: Inventory) -> None:
-    if flags.as_json:
-        show_json(describe_inventory(inventory))
-        return
-
-    show_inventory(inventory, is_each=flags.each)
-
-
-def describe_inventory(inventory: Inventory) -> dict[str, Any]:
+def _describe_inventory(inventory: Inventory) -> dict[str, Any]:
     """The JSON of an inventory: partitions by kind of node, each node, and what is planned over."""
-    from tightfit.hardware.inventory import plannable_cluster
-
     try:
         cluster = plannable_cluster(inventory)
     except SetupError:  # nothing takes jobs; what there is can be shown all the same

@@ -1,179 +1,201 @@
-"""`tightfit plan`: the best ways to run a job on given hardware; with `--buy`, what to rent."""
+"""`tightfit plan`: The best plans for a job on given hardware, and why."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import typer
-
 from tightfit.api import plan as api
-from tightfit.api.training.search import NoPlanError
+from tightfit.api.options.training import PlanOptions, PlanOutput
+from tightfit.api.plan import NoPlanError, find_missing_packages
+from tightfit.api.training.hardware import note_network
 from tightfit.api.training.settings import repeat_plan
-from tightfit.cli.charts.memory import Chart, Panel, check_chart_path, make_panel, write_chart
-from tightfit.cli.error_report import report_error
-from tightfit.cli.flags.training import PlanFlags
-from tightfit.cli.terminal.output import announce, progress_bar, show_json
+from tightfit.cli.terminal.charts import MemoryPanel, check_chart_path, write_memory_chart
+from tightfit.cli.terminal.error_report import end_with
+from tightfit.cli.terminal.output import announce, progress_bar, show_json, write_err
+from tightfit.cli.terminal.screen import (
+    VERDICT_STYLES,
+    Cell,
+    Column,
+    heading,
+    make_table,
+    plain,
+    render_gauge,
+    render_notes,
+    show,
+    styled,
+)
 from tightfit.core.errors import UsageError
 from tightfit.core.files import check_writable, write_atomic
-from tightfit.core.units import render_usd
+from tightfit.core.profiles import DataProfile
+from tightfit.core.text import count_of, sanitize
+from tightfit.core.trainers import find_trainer
+from tightfit.core.units import GIB, render_bytes, render_count, render_seconds, render_usd
+from tightfit.estimation.result import TRACED, Verdict
+from tightfit.hardware.types import Cluster
 from tightfit.planning.buying import Offer
-from tightfit.planning.describe import describe_how, describe_levers, shorten_gpu
-from tightfit.planning.plan import Plan
-from tightfit.planning.search import SearchResult
+from tightfit.planning.describe import (
+    describe_epochs,
+    describe_how,
+    describe_levers,
+    describe_method,
+    describe_precision,
+    describe_sharding,
+    describe_trainer,
+    shorten_gpu,
+)
+from tightfit.planning.plan import Exclusion, Plan
+from tightfit.planning.ranking import explain_order
+from tightfit.planning.request import JobRequest
+from tightfit.planning.search import GroupBest, SearchResult, find_run_seconds
 
 if TYPE_CHECKING:
-    from tightfit.planning.search import GroupBest
+    from rich.console import RenderableType
+    from rich.text import Text
 
 NUM_DRAWN = 3
 """Plans in the chart."""
 NUM_OFFERS_DRAWN = 4
 """Offers in the chart; with more, the bars are too thin to read."""
+NUM_CARDS = 6
+"""Groups named in the heading."""
 
 
-def plan(flags: PlanFlags) -> None:
+def plan(options: PlanOptions, output: PlanOutput) -> None:
     """Search, then show, save and draw."""
-    if flags.chart is not None:
-        check_chart_path(flags.chart)
-    if flags.save is not None:
-        check_writable(flags.save)
-    if flags.buy:
-        _buy(flags)
+    if output.chart is not None:
+        check_chart_path(output.chart)
+    if output.save is not None:
+        check_writable(output.save)
+    if output.buy:
+        _buy(options, output)
         return
     try:
         with progress_bar() as progress:
-            found = api.plan(replace(flags, progress=progress))
+            found = api.plan(replace(options, progress=progress))
     except NoPlanError as error:
-        _report_no_plan(flags, error)
-        return
-    if flags.as_json:
-        _write_files(flags, found)  # first: should one fail, JSON stays one document
-        show_json(describe_result(found.search))
-    else:
-        from tightfit.cli.render.plan import show_plans
+        # The reasons of all exclusions still go into the JSON.
+        if options.explain and not output.as_json:
+            show(_render_excluded(error.result, is_explained=True))
+        document = _describe_search(error.result)
+        raise end_with(error, document, as_json=output.as_json) from None
+    if not output.as_json:
+        show(render_plans(found.search, cluster=found.cluster, is_explained=options.explain))
+    _save(found.best, output)
+    if output.chart is not None:
+        _draw(found, output)
+    if output.as_json:  # last: should a file fail, JSON stays one document
+        show_json(_describe_search(found.search))
 
-        show_plans(found.search, cluster=found.cluster, is_explained=flags.explain)
-        _write_files(flags, found)
+
+def _save(best: Plan, output: PlanOutput) -> None:
+    """The same JSON as `plans[0]`, and another trainer's own configuration of it beside it."""
+    if output.save is not None:
+        text = best.model_dump_json(indent=2) + "\n"
+        configs = api.list_config_files(best, output.save)
+        for path, content in {output.save: text, **configs}.items():
+            write_atomic(path, content)
+            announce(path)
+        if best.strategy.trainer and not configs:
+            trainer = find_trainer(best.strategy.trainer).trainer
+            write_err(f"{trainer.title}'s own configuration is not written: tightfit has none\n")
 
 
-def _write_files(flags: PlanFlags, found: api.PlanResult) -> None:
-    if flags.save is not None:
-        save_plan(found.best, flags.save)
-    if flags.chart is None:
-        return
+def _draw(found: api.PlanResult, output: PlanOutput) -> None:
+    """The traces where there are some, else the estimates by phase."""
+    assert output.chart is not None
+    name = found.best.model.name
     pairs = zip(found.plans, found.traces, strict=False)
     traced = [(plan, trace) for plan, trace in pairs if trace is not None][:NUM_DRAWN]
-    if not traced:
-        write_chart(_draw(found.plans), flags.chart)
+    if traced:
+        from tightfit.cli.terminal.trace_chart import make_trace_panel, write_trace_chart
+
+        panels = [
+            make_trace_panel(
+                plan.strategy, plan.hardware.node.gpu, plan.estimate, trace, number=number
+            )
+            for number, (plan, trace) in enumerate(traced, start=1)
+        ]
+        write_trace_chart(name, panels, output.chart)
         return
-    from tightfit.cli.charts.trace import make_strategy_panel, write_trace_panels
-
-    panels = tuple(
-        make_strategy_panel(
-            plan.strategy, plan.hardware.node.gpu, plan.estimate, trace, number=number
-        )
-        for number, (plan, trace) in enumerate(traced, start=1)
+    drawn = found.plans[:NUM_DRAWN]
+    is_cut = len(drawn) < len(found.plans)
+    write_memory_chart(
+        f"{name}: GPU memory by stage",
+        [
+            MemoryPanel(
+                f"{number}. {describe_how(plan.strategy, plan.hardware.node.gpu.name)}",
+                describe_levers(plan.strategy),
+                plan.estimate,
+            )
+            for number, plan in enumerate(drawn, start=1)
+        ],
+        output.chart,
+        subtitle=f"the first {len(drawn)} of {len(found.plans)} plans" if is_cut else "",
     )
-    write_trace_panels(found.best.model.name, panels, flags.chart)
 
 
-def save_plan(best: Plan, path: Path) -> None:
-    """The same JSON as `plans[0]`, whole or not at all."""
-    write_atomic(path, best.model_dump_json(indent=2) + "\n")
-    announce(path)
-
-
-def _report_no_plan(flags: PlanFlags, error: NoPlanError) -> None:
-    """Say what is short; the reasons of all exclusions still go into the JSON."""
-    if flags.as_json:
-        described = {"error": error.problem, "remedy": error.remedy, "exit_code": error.exit_code}
-        show_json({**describe_result(error.result), **described})
-    elif flags.explain:
-        from tightfit.cli.render.plan import show_exclusions
-
-        show_exclusions(error.result)
-    raise typer.Exit(report_error(error, as_json=False))
-
-
-def describe_result(result: SearchResult) -> dict[str, Any]:
+def _describe_search(result: SearchResult) -> dict[str, Any]:
     """The JSON of a search."""
     return {
         "plans": [found.model_dump(mode="json") for found in result.plans],
         "excluded": [exclusion.model_dump(mode="json") for exclusion in result.excluded],
         "considered": result.num_considered,
-        "groups": [_describe_group(best) for best in result.by_group],
+        "groups": [
+            {
+                "name": best.group.name,
+                "num_nodes": best.group.num_nodes,
+                "num_free_nodes": best.group.num_free_nodes,
+                "num_free_gpus": best.group.num_free_gpus,
+                "max_seconds": best.group.max_seconds,
+                "can_start_now": best.can_start_now,
+                "exceeds_limit": best.exceeds_limit,
+                "plan": None if best.plan is None else best.plan.model_dump(mode="json"),
+            }
+            for best in result.by_group
+        ],
     }
 
 
-def _describe_group(best: GroupBest) -> dict[str, Any]:
-    """One of several groups: what is free of it, and its best plan."""
-    group = best.group
-    return {
-        "name": group.name,
-        "num_nodes": group.num_nodes,
-        "num_free_nodes": group.num_free_nodes,
-        "num_free_gpus": group.num_free_gpus,
-        "max_seconds": group.max_seconds,
-        "can_start_now": best.can_start_now,
-        "exceeds_limit": best.exceeds_limit,
-        "plan": None if best.plan is None else best.plan.model_dump(mode="json"),
-    }
-
-
-def _draw(plans: Sequence[Plan]) -> Chart:
-    drawn = plans[:NUM_DRAWN]
-    is_cut = len(drawn) < len(plans)
-    return Chart(
-        title=f"{plans[0].model.name}: GPU memory by stage",
-        subtitle=f"the first {len(drawn)} of {len(plans)} plans" if is_cut else "",
-        panels=tuple(
-            make_panel(
-                f"{number}. {describe_how(found.strategy, found.hardware.node.gpu.name)}",
-                found.estimate,
-                subtitle=describe_levers(found.strategy),
-            )
-            for number, found in enumerate(drawn, start=1)
-        ),
-    )
-
-
-def _buy(flags: PlanFlags) -> None:
+def _buy(options: PlanOptions, output: PlanOutput) -> None:
     """Print the offers, cheapest first; save and draw the best of them."""
-    _refuse_unused(flags)
+    for option, is_given, why in (
+        ("--on", options.on is not None, "tries every card with a price"),
+        ("--network", options.network is not None, "rents single nodes"),
+        ("--explain", options.explain, "lists offers and keeps no reasons"),
+    ):
+        if is_given:
+            raise UsageError(
+                f"--buy {why}; {option} would be ignored.",
+                remedy=f"{repeat_plan(options)} --buy    (without {option})",
+            )
     with progress_bar() as progress:
-        found = api.buy(replace(flags, progress=progress))
-    if flags.as_json:
-        _write_offer_files(flags, found.offers)  # first: should one fail, JSON stays one document
-        show_json({"offers": [_describe_offer(offer) for offer in found.offers]})
-    else:
-        from tightfit.cli.render.plan import show_offers
-
-        show_offers(found.offers, found.request, num_shown=flags.top, unused=found.on)
-        _write_offer_files(flags, found.offers)
-
-
-def _refuse_unused(flags: PlanFlags) -> None:
-    """`--buy` looks at every card with a price; what it would not use is refused."""
-    given = {"--on": flags.on, "--network": flags.network, "--explain": flags.explain or None}
-    option = next((name for name, value in given.items() if value is not None), None)
-    if option is None:
-        return
-    why = {
-        "--on": "--buy tries every card with a price; --on would be ignored.",
-        "--network": "--buy rents single nodes; --network would be ignored.",
-        "--explain": "--buy lists offers and keeps no reasons; --explain would be ignored.",
-    }
-    raise UsageError(why[option], remedy=f"{repeat_plan(flags)} --buy    (without {option})")
-
-
-def _write_offer_files(flags: PlanFlags, offers: list[Offer]) -> None:
-    if flags.save is not None:
-        write_atomic(flags.save, offers[0].plan.model_dump_json(indent=2) + "\n")
-        announce(flags.save)
-    if flags.chart is not None:
-        write_chart(_draw_offers(offers, most=min(flags.top, NUM_OFFERS_DRAWN)), flags.chart)
+        found = api.buy(replace(options, progress=progress))
+    offers = found.offers
+    if not output.as_json:
+        show(render_offers(offers, found.request, num_shown=options.top, unused=found.on))
+    _save(offers[0].plan, output)
+    if output.chart is not None:
+        drawn = offers[: min(options.top, NUM_OFFERS_DRAWN)]
+        is_cut = len(drawn) < len(offers)
+        write_memory_chart(
+            f"{offers[0].plan.model.name}: GPU memory by stage, cheapest first",
+            [
+                MemoryPanel(
+                    f"{offer.num_gpus} x {shorten_gpu(offer.gpu.name)}, "
+                    f"{render_usd(offer.usd_per_hour)}/h",
+                    f"{describe_how(offer.plan.strategy)}, {describe_levers(offer.plan.strategy)}",
+                    offer.plan.estimate,
+                )
+                for offer in drawn
+            ],
+            output.chart,
+            subtitle=f"the cheapest {len(drawn)} of {len(offers)} offers" if is_cut else "",
+        )
+    if output.as_json:
+        show_json({"offers": [_describe_offer(offer) for offer in offers]})
 
 
 def _describe_offer(offer: Offer) -> dict[str, Any]:
@@ -190,18 +212,274 @@ def _describe_offer(offer: Offer) -> dict[str, Any]:
     }
 
 
-def _draw_offers(offers: list[Offer], *, most: int) -> Chart:
-    drawn = offers[:most]
-    is_cut = len(drawn) < len(offers)
-    return Chart(
-        title=f"{offers[0].plan.model.name}: GPU memory by stage, cheapest first",
-        subtitle=f"the cheapest {len(drawn)} of {len(offers)} offers" if is_cut else "",
-        panels=tuple(_offer_panel(offer) for offer in drawn),
+def render_plans(
+    result: SearchResult, *, cluster: Cluster | None, is_explained: bool
+) -> Iterator[RenderableType]:
+    """The best few side by side, why the first is first; without a cluster, a saved plan."""
+    best = result.plans[0]
+    cards = _list_cards(result.plans, cluster)
+    yield _render_subject(best, cards)
+    if best.data is not None:
+        yield plain(describe_data(best.data))
+    yield ""
+    yield _render_table(result.plans, is_one_group=len(cards) == 1)
+    order = explain_order(result.plans)
+    if order is not None:
+        yield ""
+        yield plain(order)
+    yield from _render_groups(result.by_group, result.plans)
+    # Levers are turned back by formula, whatever the plan's own figures stand on.
+    by_formula = " (differences by formula)" if best.estimate.tier == TRACED else ""
+    yield from render_notes(f"Why the first{by_formula}", best.why)
+    yield ""
+    yield plain(_describe_needs(best))
+    assumed = tuple(dict.fromkeys(best.estimate.assumptions))
+    if cluster is not None:
+        assumed = note_network(cluster, dict.fromkeys((*cluster.warnings, *assumed)))
+    yield from render_notes("Assumed", [note for note in assumed if note not in best.warnings])
+    yield from render_notes("Beware", best.warnings)
+    if cluster is None:
+        yield ""
+        yield plain(f"A saved plan (tightfit {best.tightfit_version}); nothing was searched.")
+    else:
+        yield from _render_excluded(result, is_explained=is_explained)
+
+
+def describe_data(data: DataProfile) -> str:
+    """The dataset in one line."""
+    lengths = f"median {data.percentiles['p50']:,}, longest {data.max_tokens:,}"
+    cut = f", {data.num_truncated:,} cut to {data.seq_len:,}" if data.num_truncated else ""
+    rows = count_of(data.num_rows, "row")
+    here = f"{Path.cwd()}/"  # the files are named as they are typed from here
+    source = ", ".join(name.removeprefix(here) for name in data.source.split(", "))
+    return (
+        f"{source}: {rows} ({data.format}), {render_count(data.num_tokens)} "
+        f"tokens, {lengths} tokens{cut}; lengths: {data.tokenizer}"
     )
 
 
-def _offer_panel(offer: Offer) -> Panel:
-    strategy = offer.plan.strategy
-    rent = f"{offer.num_gpus} x {shorten_gpu(offer.gpu.name)}, {render_usd(offer.usd_per_hour)}/h"
-    how = f"{describe_how(strategy)}, {describe_levers(strategy)}"
-    return make_panel(rent, offer.plan.estimate, subtitle=how)
+def _render_exclusions(excluded: Sequence[Exclusion]) -> RenderableType:
+    """Each reason once, with how many strategies it ruled out."""
+    columns = (">left out", "~because")
+    rows = []
+    for exclusion in excluded:
+        summary = styled(exclusion.reason)
+        summary.append(f"\ne.g. {sanitize(exclusion.example)}", style="dim")
+        if exclusion.link:
+            summary.append(f"\nsee {exclusion.link}", style="dim")
+        rows.append((f"{exclusion.num_strategies:,}", summary))
+    return make_table(columns, rows, is_spaced=True)
+
+
+def _list_cards(plans: Sequence[Plan], cluster: Cluster | None) -> list[str]:
+    """Every group that was searched, also one that no shown plan uses."""
+    named = [(plan.hardware.group, plan.hardware.node.gpu.name) for plan in plans]
+    if cluster is not None:
+        named = [(group.name, group.node.gpu.name) for group in cluster.groups]
+    return [f"{group} ({gpu})" for group, gpu in dict.fromkeys(named)]
+
+
+def _render_subject(best: Plan, cards: Sequence[str]) -> RenderableType:
+    spec = best.model
+    sequences = count_of(best.effective_batch, "sequence")
+    length = f"{best.strategy.seq_len:,} tokens a sequence, {sequences} a step"
+    epochs = f", {describe_epochs(best.num_epochs)}" if best.data is not None else ""
+    shown = " + ".join(cards[:NUM_CARDS])
+    more = f" and {len(cards) - NUM_CARDS} more" if len(cards) > NUM_CARDS else ""
+    return heading(
+        f"{spec.name} ({render_count(spec.num_params)} parameters) on {shown}{more}, "
+        f"{length}{epochs}{describe_trainer(best.strategy)}"
+    )
+
+
+def _render_table(plans: Sequence[Plan], *, is_one_group: bool) -> RenderableType:
+    has_data = plans[0].data is not None
+    columns = (
+        ">",
+        "~how",
+        Column("memory" if plans[0].hardware.node.gpu.is_cpu else "GPU memory"),
+        Column("time" if has_data else "speed"),
+        "cost",
+    )
+    has_traced = any(found.estimate.tier == TRACED for found in plans)
+    rows = []
+    for number, found in enumerate(plans, start=1):
+        strategy, gpu = found.strategy, found.hardware.node.gpu
+        if is_one_group:
+            how = styled(describe_how(strategy, is_cpu=gpu.is_cpu))
+        else:
+            how = styled(f"{describe_how(strategy, gpu.name)} ({found.hardware.group})")
+        how.append("\n" + describe_levers(strategy), style="dim")
+        for need in find_missing_packages(found):
+            how.append(f"\nneeds: {need.command}", style="yellow")
+        memory = _memory_cell(found)
+        if has_traced:
+            memory.append("\n" + describe_tier(found), style="dim")
+        rows.append((str(number), how, memory, _speed_cell(found), _cost_cell(found)))
+    return make_table(columns, rows, is_spaced=True)
+
+
+def describe_tier(found: Plan) -> str:
+    """What a row's figures stand on."""
+    if found.estimate.tier != TRACED:
+        return "by formula"
+    return "traced" if found.estimate.time.tier == TRACED else "memory traced"
+
+
+def _memory_cell(found: Plan) -> Text:
+    from rich.text import Text
+
+    gpu, verdict = found.estimate.gpu, found.estimate.verdict
+    fraction = gpu.peak_reserved_bytes / max(gpu.capacity_bytes, 1)
+    bar = render_gauge(fraction, width=16)
+    tight = " tight" if verdict is Verdict.TIGHT else ""
+    needs, has = gpu.peak_reserved_bytes / GIB, gpu.capacity_bytes / GIB
+    return Text.assemble(
+        (bar, VERDICT_STYLES[verdict.value]), f"\n{needs:.1f}/{has:.1f} GiB{tight}"
+    )
+
+
+def _speed_cell(found: Plan) -> str:
+    time = found.estimate.time
+    step = max(time.seconds_per_step, 1e-12)
+    low = max(time.seconds_per_step_low / step, 1e-12)
+    high = max(time.seconds_per_step_high / step, 1e-12)
+    if time.seconds_per_epoch is None:
+        slow, fast = time.tokens_per_second / high, time.tokens_per_second / low
+        return f"{time.tokens_per_second:,.0f} tokens/s\n{slow:,.0f} to {fast:,.0f}"
+    epoch = time.seconds_per_epoch
+    shortest, longest = render_seconds(epoch * low), render_seconds(epoch * high)
+    lines = [f"{render_seconds(epoch)} an epoch", f"{shortest} to {longest}"]
+    if found.num_epochs != 1:
+        whole = render_seconds(epoch * found.num_epochs)
+        lines.append(f"{describe_epochs(found.num_epochs)}: {whole}")
+    return "\n".join([*lines, f"{time.tokens_per_second:,.0f} tokens/s"])
+
+
+def _cost_cell(found: Plan) -> str:
+    cost = found.cost
+    if cost is None:
+        return "-"
+    per_hour = f"{render_usd(cost.usd_per_hour)}/h"
+    if cost.usd_per_run is None:
+        return per_hour
+    run = render_usd(cost.usd_per_run) if cost.usd_per_run >= 0.005 else "under $0.01"
+    return f"{run} a run\n{per_hour}"
+
+
+def _describe_needs(best: Plan) -> str:
+    host, disk = best.estimate.host, best.estimate.disk
+    if best.hardware.node.gpu.is_cpu:
+        return f"Also needs {render_bytes(disk.bytes)} of disk."
+    of = f" of {render_bytes(host.capacity_bytes)}" if host.capacity_bytes else ""
+    needs = f"Also needs {render_bytes(host.peak_bytes)}{of} host RAM per node"
+    return f"{needs} and {render_bytes(disk.bytes)} of disk."
+
+
+def _render_excluded(result: SearchResult, *, is_explained: bool) -> Iterator[RenderableType]:
+    left_out = sum(exclusion.num_strategies for exclusion in result.excluded)
+    considered = (
+        "1 strategy" if result.num_considered == 1 else f"{result.num_considered:,} strategies"
+    )
+    summary = f"{considered} considered, {left_out:,} left out"
+    yield ""
+    if is_explained:
+        yield heading(f"{summary}:")
+        yield _render_exclusions(result.excluded)
+    else:
+        yield plain(f"{summary} (--explain lists why).")
+
+
+def _render_groups(groups: Sequence[GroupBest], plans: Sequence[Plan]) -> Iterator[RenderableType]:
+    """One line per group; nothing where there is one group. Of `plans`, whichever are theirs are
+    shown in place of the first search's: they may have been traced since."""
+    if len(groups) < 2:
+        return
+    has_data = plans[0].data is not None
+    columns = (
+        "*group",
+        "~its best",
+        Column("run" if has_data else "tokens/s", right=True),
+        ">limit",
+        ">free nodes",
+        "~starts",
+    )
+    shown = {plan.hardware.group: plan for plan in reversed(plans)}
+    yield ""
+    yield heading("By group")
+    yield make_table(columns, [_group_row(best, shown.get(best.group.name)) for best in groups])
+
+
+def _group_row(best: GroupBest, shown: Plan | None) -> tuple[str, ...]:
+    group, plan = best.group, shown or best.plan
+    limit = render_seconds(group.max_seconds) if group.max_seconds else "-"
+    free = group.num_free_nodes
+    nodes = f"{group.num_nodes:,}" if free is None else f"{free:,} of {group.num_nodes:,}"
+    if plan is None:
+        return sanitize(group.name), "nothing fits", "-", limit, nodes, "-"
+    how = describe_how(plan.strategy, plan.hardware.node.gpu.name)
+    seconds = find_run_seconds(plan.estimate, plan.num_epochs)
+    speed = f"{plan.estimate.time.tokens_per_second:,.0f}"
+    run = speed if seconds is None else render_seconds(seconds)
+    starts = {True: "now", False: "must wait", None: "unknown"}[best.can_start_now]
+    if best.exceeds_limit:
+        starts += ", is cut off"
+    return sanitize(group.name), how, run, limit, nodes, starts
+
+
+def render_offers(
+    offers: Sequence[Offer], request: JobRequest, *, num_shown: int, unused: str | None = None
+) -> Iterator[RenderableType]:
+    """`unused`: hardware that a recipe names, which buying does not look at."""
+    spec = request.spec
+    has_run = offers[0].usd_per_run is not None
+    price = "$ per run" if has_run else "$ per million tokens"
+    yield heading(
+        f"What to rent for {spec.name} ({render_count(spec.num_params)} parameters), "
+        f"{request.planned_seq_len:,} tokens a sequence, cheapest first by {price}"
+    )
+    yield ""
+    columns = (
+        ">",
+        "~rent",
+        ">GiB/GPU",
+        Column("time" if has_run else "tokens/s", right=True),
+        Column("$/run" if has_run else "$/M tokens", right=True),
+        ">$/hour",
+        ">$/month",
+    )
+    rows = [_offer_row(place, offer) for place, offer in enumerate(offers[:num_shown], start=1)]
+    yield make_table(columns, rows, is_spaced=True)
+    notes = []
+    if len(offers) > num_shown:
+        notes.append(f"{len(offers) - num_shown} more at a higher price: --top {len(offers)}")
+    if not has_run:
+        notes.append("with --data FILE the price of the whole run is known")
+    notes.append(
+        "each card at its cheapest cloud's median on-demand price, without host, disk and traffic: "
+        f"tightfit hardware {shorten_gpu(offers[0].gpu.name)!r} lists them"
+    )
+    if unused is not None:
+        notes.append(f"the recipe's hardware ({unused}) is not used: --buy tries every priced card")
+    yield from render_notes("Notes", notes)
+
+
+def _offer_row(place: int, offer: Offer) -> tuple[Cell, ...]:
+    estimate, strategy = offer.plan.estimate, offer.plan.strategy
+    gpu, time = estimate.gpu, estimate.time
+    words = (describe_method(strategy), describe_precision(strategy), describe_sharding(strategy))
+    rent = styled(f"{offer.num_gpus} x {shorten_gpu(offer.gpu.name)}", "bold")
+    rent.append("\n" + ", ".join(words), style="not bold dim")
+    run = offer.usd_per_run
+    speed = f"{time.tokens_per_second:,.0f}"
+    if time.seconds_per_epoch is not None:
+        speed = render_seconds(time.seconds_per_epoch * offer.plan.num_epochs)
+    return (
+        str(place),
+        rent,
+        f"{gpu.peak_reserved_bytes / GIB:.1f}/{gpu.capacity_bytes / GIB:.1f}",
+        speed,
+        render_usd(run) if run is not None else f"${offer.usd_per_million_tokens:.2g}",
+        render_usd(offer.usd_per_hour),
+        render_usd(offer.usd_per_month),
+    )

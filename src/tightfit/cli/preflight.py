@@ -1,4 +1,4 @@
-"""`tightfit preflight`: check the nodes of a job and the network between them."""
+"""`tightfit preflight`: Check the nodes of a job and the network between them in under a minute."""
 
 from __future__ import annotations
 
@@ -8,24 +8,27 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from tightfit.cli.flags.clusters import PreflightFlags
+from tightfit.api.options.clusters import PreflightOptions
+from tightfit.api.options.common import Output
+from tightfit.cli.doctor import render_checkup
 from tightfit.cli.terminal.output import show_json, write_err, write_out
+from tightfit.cli.terminal.screen import heading, show
 from tightfit.core.text import count_of, sanitize
 from tightfit.core.units import render_seconds
 
 if TYPE_CHECKING:
-    from tightfit.clusters.preflight.run import PreflightReport
+    from tightfit.clusters.preflight.gather import PreflightReport
 
 
-def preflight(flags: PreflightFlags) -> None:
+def preflight(options: PreflightOptions, output: Output) -> None:
     """Show what is wrong with the nodes; the exit code is that of the worst finding."""
     from tightfit.api.preflight import preflight as check_nodes
 
-    report = check_nodes(replace(flags, progress=_show_progress))
-    if flags.as_json:
-        show_json(report.model_dump(mode="json"))
+    report = check_nodes(replace(options, progress=_show_progress))
+    if output.as_json:
+        show_json(report)
     else:
-        show_preflight(report)
+        _show_report(report)
     if report.exit_code:
         raise typer.Exit(report.exit_code)
 
@@ -34,12 +37,9 @@ def _show_progress(text: str, _done: int, _total: int) -> None:
     write_err(f"preflight: {sanitize(text)}\n")
 
 
-def show_preflight(report: PreflightReport) -> None:
+def _show_report(report: PreflightReport) -> None:
     """The findings, the verdict, and the options to go on with."""
-    from tightfit.cli.render.checkup import show_checkup
-    from tightfit.cli.terminal.screen import heading, show
-
-    show_checkup(report)
+    show(render_checkup(report))
     nodes = count_of(len(report.nodes), "node")
     write_out(f"{nodes} checked in {render_seconds(report.seconds)}.\n")
     if not all(node.options for node in report.nodes):

@@ -1,6 +1,4 @@
-"""`tightfit prepare`: encode data as `train` does, and show lengths, batches, errors and loss
-masks.
-"""
+"""`tightfit prepare`: Encode data as `train` will, and show what becomes of it."""
 
 from __future__ import annotations
 
@@ -8,31 +6,25 @@ import json
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from pathlib import Path
-from typing import Any
 
-import typer
 from rich.console import RenderableType
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from tightfit.api import prepare as api
+from tightfit.api.options.training import PrepareOptions, PrepareOutput
 from tightfit.api.prepare import (
     Batching,
     InvalidRowsError,
-    PrepareJob,
-    count_lengths,
-    find_row,
 )
 from tightfit.api.training.recipe import RECIPE_ENDINGS
-from tightfit.cli.charts.lengths import Bin, choose_step, make_bins
-from tightfit.cli.charts.memory import check_chart_path
-from tightfit.cli.error_report import report_error
-from tightfit.cli.flags.training import PrepareFlags
-from tightfit.cli.render.data import ViewedRow, render_findings, render_legend, render_row
+from tightfit.cli.terminal.charts import check_chart_path, write_length_chart
+from tightfit.cli.terminal.error_report import end_with
 from tightfit.cli.terminal.output import progress_bar, show_json, supports_unicode
 from tightfit.cli.terminal.screen import (
+    Cell,
     Column,
     heading,
     make_console,
@@ -40,16 +32,126 @@ from tightfit.cli.terminal.screen import (
     plain,
     render_bar,
     render_gauge,
+    render_grid,
     render_notes,
     render_pairs,
     show,
+    styled,
 )
 from tightfit.core.errors import UsageError
 from tightfit.core.recipe import Recipe
 from tightfit.core.text import count_of, sanitize
 from tightfit.core.units import render_count
 from tightfit.data.encode import EncodedDataset
-from tightfit.data.report import DataReport, SourceReport
+from tightfit.data.report import NUM_SHOWN, DataReport, SourceReport
+from tightfit.data.tokenizer import load_tokenizer
+from tightfit.data.view import (
+    Bin,
+    ViewedRow,
+    count_lengths,
+    find_row,
+    pick_rows,
+    summarize_lengths,
+    view_row,
+)
+
+# The mask viewer: a row's text with what is trained, what is not, and special tokens.
+
+TRAINED = "green"
+TRAINED_SPECIAL = "black on green"
+UNTRAINED = "dim"
+SPECIAL = "magenta"
+INDENT = 2
+
+
+def is_coloured() -> bool:
+    """Whether colour reaches a reader; without it, marks stand around what is trained."""
+    console = make_console()
+    return console.color_system is not None and not console.no_color
+
+
+def render_legend() -> Text:
+    if not is_coloured():
+        opening, closing = _marks()
+        return Text(f"{opening}trained{closing}, the rest is not; <...> special tokens")
+    return Text.assemble(
+        ("trained", TRAINED),
+        ("  not trained", UNTRAINED),
+        "  special token: ",
+        ("trained", TRAINED_SPECIAL),
+        "  ",
+        ("not trained", SPECIAL),
+    )
+
+
+def render_row(row: ViewedRow, *, most_chars: int | None) -> RenderableType:
+    """The text, indented. `most_chars`: longer stretches lose their middle."""
+    text = _render_coloured(row, most_chars) if is_coloured() else _render_marked(row, most_chars)
+    text.overflow = "fold"
+    if text.plain.endswith("\n"):
+        text.right_crop(1)  # an empty line more would say nothing
+    return Padding(text, (0, 0, 0, INDENT))
+
+
+def _render_coloured(row: ViewedRow, most_chars: int | None) -> Text:
+    text = Text()
+    line_end = "↵\n" if supports_unicode() else "\n"
+    for piece in row.pieces:
+        styles = (TRAINED_SPECIAL, SPECIAL) if piece.is_special else (TRAINED, UNTRAINED)
+        style = styles[0] if piece.is_trained else styles[1]
+        for stretch, is_ours in _shorten(piece.text, most_chars):
+            shown = make_visible(stretch).replace("\n", line_end)
+            text.append(shown, style="italic dim" if is_ours else style)
+    return text
+
+
+def _render_marked(row: ViewedRow, most_chars: int | None) -> Text:
+    opening, closing = _marks()
+    parts: list[str] = []
+    for is_trained, group in groupby(row.pieces, key=lambda piece: piece.is_trained):
+        piece_text = "".join(
+            make_visible(stretch)
+            for piece in group
+            for stretch, _ in _shorten(piece.text, most_chars)
+        )
+        parts.append(f"{opening}{piece_text}{closing}" if is_trained else piece_text)
+    return Text("".join(parts))
+
+
+def _marks() -> tuple[str, str]:
+    return ("«", "»") if supports_unicode() else ("[[", "]]")
+
+
+def _shorten(text: str, most_chars: int | None) -> Iterator[tuple[str, bool]]:
+    """The text, or its two ends with a word between them that is ours."""
+    if most_chars is None or len(text) <= most_chars:
+        yield text, False
+        return
+    half = most_chars // 2
+    yield text[:half], False
+    yield f" [... {len(text) - 2 * half:,} characters ...] ", True
+    yield text[-half:], False
+
+
+def make_visible(text: str) -> str:
+    """Line breaks as they are; whatever else a terminal would obey or hide, spelt out."""
+    if text.isprintable():
+        return text
+    return "".join(map(_spell, text.replace("\r\n", "\n")))
+
+
+def _spell(char: str) -> str:
+    if char == "\n" or char.isprintable():
+        return char
+    if char == "\t":
+        return "    "
+    if char.isspace() and ord(char) > 0x9F and char not in "\u2028\u2029":
+        return " "
+    number = ord(char)
+    if number < 0x20 and supports_unicode():
+        return chr(0x2400 + number)
+    return f"\\x{number:02x}" if number < 0x100 else f"\\u{number:04x}"
+
 
 FORMAT_WORDS = {
     "chat": "conversations (messages)",
@@ -64,151 +166,99 @@ MOST_CHARS = 600
 """Of one stretch of a shown row; `--row` shows all."""
 
 
-def prepare(flags: PrepareFlags) -> None:
+ONE_PER_LINE = ("unreadable", "refused", "mojibake")
+"""Kinds whose detail is a sentence."""
+GRAVE = ("unreadable", "refused", "empty-answer", "answer-cut-off", "truncated", "in-both")
+
+
+def prepare(options: PrepareOptions, output: PrepareOutput) -> None:
     """Encode, show, draw."""
-    if flags.show is not None and flags.row is not None:
+    if output.show is not None and output.row is not None:
         raise UsageError(
-            "--show picks rows and --row names one.", remedy=f"keep one: --row {flags.row}"
+            "--show picks rows and --row names one.", remedy=f"keep one: --row {output.row}"
         )
-    if flags.chart is not None:
-        check_chart_path(flags.chart)
+    if output.chart is not None:
+        check_chart_path(output.chart)
     try:
         with progress_bar() as progress:
-            found = api.prepare(replace(flags, progress=progress))
+            found = api.prepare(replace(options, progress=progress))
     except InvalidRowsError as error:
-        if flags.as_json:
-            show_json(
-                {
-                    "error": error.problem,
-                    "remedy": error.remedy,
-                    "exit_code": error.exit_code,
-                    "num_faults": error.num_rows,
-                    "faults": error.rows,
-                }
-            )
-        raise typer.Exit(report_error(error, as_json=False)) from None
-    job, encoded, batching = found.job, found.encoded, found.batching
-    rows = _find_rows(flags, encoded)
-    if flags.as_json:
-        _draw(flags, job, encoded)
-        show_json(_describe(flags, job, encoded, batching, rows))
-        return
-    show_prepared(
-        job,
-        encoded,
-        batching,
-        rows=rows,
-        is_whole=flags.row is not None,
-        next_step=None if flags.skip_faulty else find_next(flags, job),
-    )
-    _draw(flags, job, encoded)
+        rows = {"num_errors": error.num_rows, "errors": error.rows}
+        raise end_with(error, rows, as_json=output.as_json) from None
+    recipe, encoded, batching = found.recipe, found.encoded, found.batching
+    viewed = _view_rows(output, encoded)
+    next_step = None if options.skip_invalid else find_next(options, recipe)
+    if not output.as_json:
+        is_whole = output.row is not None
+        show(
+            [
+                *_render_data(recipe, encoded),
+                *_render_lengths(encoded),
+                *_render_batches(encoded.report, batching),
+                *_render_findings(encoded.report),
+                *render_notes("Notes", encoded.report.notes),
+                *_render_rows(viewed, encoded, is_whole=is_whole),
+                *_render_next(next_step),
+            ]
+        )
+    if output.chart is not None:
+        _draw(output.chart, encoded)
+    if output.as_json:
+        show_json(
+            {
+                "model": recipe.model,
+                "folder": str(encoded.train.folder.parent),
+                "is_cached": encoded.is_cached,
+                "report": encoded.report.model_dump(mode="json"),
+                "batching": asdict(batching),
+                "rows": [row.describe() for row in viewed],
+                "next": None if next_step is None else asdict(next_step),
+            }
+        )
 
 
-def _find_rows(flags: PrepareFlags, encoded: EncodedDataset) -> list[ViewedRow]:
+def _view_rows(output: PrepareOutput, encoded: EncodedDataset) -> list[ViewedRow]:
     """Rows to show: those asked for; one for a person who asked for none."""
-    if flags.as_json and flags.show is None and flags.row is None:
+    if output.as_json and output.show is None and output.row is None:
         return []
-    from tightfit.cli.render.data import pick_rows, view_row
-    from tightfit.data.tokenizer import load_tokenizer
-
     tokenizer = load_tokenizer(Path(encoded.report.tokenizer))
-    if flags.row is not None:
-        return [view_row(store, at, tokenizer) for store, at in find_row(encoded, flags.row)]
-    picked = pick_rows(len(encoded.train), flags.show or 1)
+    if output.row is not None:
+        return [view_row(store, at, tokenizer) for store, at in find_row(encoded, output.row)]
+    picked = pick_rows(encoded.train, output.show or 1)
     return [view_row(encoded.train, at, tokenizer) for at in picked]
 
 
-def _draw(flags: PrepareFlags, job: PrepareJob, encoded: EncodedDataset) -> None:
-    if flags.chart is None:
-        return
-    from tightfit.cli.charts.lengths import LengthChart, write_length_chart
-
+def _draw(path: Path, encoded: EncodedDataset) -> None:
     report = encoded.report
     sides = {"to train on": count_lengths(encoded.train.lengths)}
     if encoded.eval is not None:
         sides["to evaluate on"] = count_lengths(encoded.eval.lengths)
     names = [sanitize(source.name.rsplit("/", 1)[-1]) for source in report.sources]
-    cut = count_of(report.num_truncated, "row")
-    chart = LengthChart(
-        title=f"{', '.join(names)}: row lengths",
-        subtitle=f"{count_of(report.train.num_rows, 'row')} to train on, mean "
+    write_length_chart(
+        f"{', '.join(names)}: row lengths",
+        f"{count_of(report.train.num_rows, 'row')} to train on, mean "
         f"{report.train.mean_tokens:,.0f} tokens, longest {report.train.max_tokens:,}; "
-        f"{cut} cut at seq_len {report.seq_len:,}",
-        sides=sides,
+        f"{count_of(report.num_truncated, 'row')} cut at seq_len {report.seq_len:,}",
+        sides,
+        path,
         percentiles=report.train.percentiles,
-        seq_len=job.seq_len,
-    )
-    write_length_chart(chart, flags.chart)
-
-
-def _describe(
-    flags: PrepareFlags,
-    job: PrepareJob,
-    encoded: EncodedDataset,
-    batching: Batching,
-    rows: list[ViewedRow],
-) -> dict[str, Any]:
-    return {
-        "model": job.recipe.model,
-        "folder": str(encoded.train.folder.parent),
-        "is_cached": encoded.is_cached,
-        "report": encoded.report.model_dump(mode="json"),
-        "batching": {
-            "num_rows": batching.num_rows,
-            "num_tokens": batching.num_tokens,
-            "num_packed_rows": batching.num_packed_rows,
-            "packed_fraction": batching.packed_fraction,
-            "padding_waste_fraction": {
-                str(size): waste for size, waste in batching.padding_waste_fraction.items()
-            },
-        },
-        "rows": [row.describe() for row in rows],
-        "next": None if flags.skip_faulty else asdict(find_next(flags, job)),
-    }
-
-
-def show_prepared(
-    job: PrepareJob,
-    encoded: EncodedDataset,
-    batching: Batching,
-    *,
-    rows: Sequence[ViewedRow],
-    is_whole: bool,
-    next_step: NextStep | None,
-) -> None:
-    """The whole report. `is_whole`: rows are shown uncut. No next step: rows are faulty."""
-    show(
-        [
-            *_render_data(job, encoded),
-            *_render_lengths(encoded),
-            *_render_batches(encoded.report, batching),
-            *render_findings(encoded.report),
-            *render_notes("Notes", encoded.report.notes),
-            *_render_rows(rows, encoded, is_whole=is_whole),
-            *_render_next(next_step),
-        ]
+        seq_len=report.seq_len,
     )
 
 
-def _render_data(job: PrepareJob, encoded: EncodedDataset) -> Iterator[RenderableType]:
+def _render_data(recipe: Recipe, encoded: EncodedDataset) -> Iterator[RenderableType]:
     report = encoded.report
-    model = Path(job.recipe.model.rstrip("/")).name
+    model = Path(recipe.model.rstrip("/")).name
     total = sum(source.num_tokens for source in report.sources)
     yield heading(f"Data for {model}: {count_of(report.num_read, 'row')}, {total:,} tokens")
     yield ""
-    columns = [
-        Column(title="source", style="bold", keep=False),
-        Column(title="rows", right=True),
-        Column(title="recognised as", keep=False),
-        Column(title="tokens", right=True),
-        Column(title="trained", right=True),
-    ]
+    columns: list[str | Column] = ["*~source", ">rows", "~recognised as", ">tokens", ">trained"]
     is_mixed = any(source.weight != 1 or source.split == "eval" for source in report.sources)
     if is_mixed:
-        columns.insert(1, Column(title="used"))
+        columns.insert(1, "used")
     yield make_table(columns, [_source_row(source, is_mixed) for source in report.sources])
     yield ""
-    yield render_pairs(_settings(job, encoded))
+    yield render_pairs(_settings(recipe, encoded))
 
 
 def _source_row(source: SourceReport, is_mixed: bool) -> list[str]:
@@ -232,10 +282,10 @@ def _format_words(name: str) -> str:
     return " and ".join(FORMAT_WORDS.get(part, part) for part in name.split("+"))
 
 
-def _settings(job: PrepareJob, encoded: EncodedDataset) -> Iterator[tuple[str, str]]:
+def _settings(recipe: Recipe, encoded: EncodedDataset) -> Iterator[tuple[str, str]]:
     report = encoded.report
     train = report.train
-    yield "template", _explain_template(job, encoded)
+    yield "template", _explain_template(recipe, encoded)
     what = "answers only" if report.train_on == "answers" else "everything"
     if report.formats == "text":
         what = "everything: plain text has no prompt"
@@ -249,14 +299,14 @@ def _settings(job: PrepareJob, encoded: EncodedDataset) -> Iterator[tuple[str, s
     if report.num_dropped:
         yield (
             "left out",
-            f"{count_of(report.num_dropped, 'row')} of {report.num_read:,}: see Faults",
+            f"{count_of(report.num_dropped, 'row')} of {report.num_read:,}: see Problems",
         )
     how = "found encoded in" if encoded.is_cached else "encoded into"
     yield "kept", f"{how} {encoded.train.folder.parent}"
 
 
-def _explain_template(job: PrepareJob, encoded: EncodedDataset) -> str:
-    name, wanted = encoded.report.template, job.training.template
+def _explain_template(recipe: Recipe, encoded: EncodedDataset) -> str:
+    name, wanted = encoded.report.template, recipe.template
     if name == "none":
         if encoded.train.description.is_encoder_decoder:
             return "none: the encoder reads the question, the decoder learns the answer"
@@ -280,17 +330,7 @@ def _explain_stop(report: DataReport) -> str:
 def _render_lengths(encoded: EncodedDataset) -> Iterator[RenderableType]:
     """Bars by length up to where nearly all rows are, the rest as one, and the limit."""
     train, by_length = encoded.report.train, count_lengths(encoded.train.lengths)
-    top = train.percentiles["p99"]
-    step = choose_step(top, most=NUM_BARS)
-    bins = make_bins(by_length, step=step, top=top)
-    end = bins[-1].last
-    while not bins[0].num_rows and len(bins) > 1:
-        del bins[0]
-    rest = sum(rows for length, rows in by_length.items() if length > end)
-    if rest:
-        bins.append(Bin(end + 1, train.max_tokens, rest))
-    else:
-        bins[-1] = bins[-1]._replace(last=min(end, max(train.max_tokens, bins[-1].first)))
+    bins = summarize_lengths(train, by_length, most=NUM_BARS)
     yield ""
     is_pair = encoded.train.description.is_encoder_decoder
     yield heading("Tokens per row" + (", read and answered together" if is_pair else ""))
@@ -303,24 +343,18 @@ def _render_lengths(encoded: EncodedDataset) -> Iterator[RenderableType]:
 
 
 def _render_bars(bins: Sequence[Bin], percentiles: dict[str, int]) -> RenderableType:
-    grid = Table.grid(padding=(0, 1, 0, 0))
-    grid.add_column(justify="right", no_wrap=True)
-    grid.add_column(no_wrap=True)
-    grid.add_column(justify="right", no_wrap=True)
-    grid.add_column(no_wrap=True)
     tallest = max(item.num_rows for item in bins)
     width = max(min(make_console().width - 40, 48), 8)
     dash = "–" if supports_unicode() else "-"
-    for item in bins:
-        marks = [name for name, at in percentiles.items() if item.first <= at <= item.last]
-        one = item.first == item.last
-        grid.add_row(
-            f"  {item.first:,}" if one else f"  {item.first:,}{dash}{item.last:,}",
-            Text(render_bar(item.num_rows / tallest, width=width).ljust(width), style="blue"),
-            f"{item.num_rows:,}",
-            Text(" ".join(marks), style="dim"),
+    rows: list[tuple[Cell, ...]] = []
+    for first, last, num_rows in bins:
+        marks = [name for name, at in percentiles.items() if first <= at <= last]
+        bar = render_bar(num_rows / tallest, width=width).ljust(width)
+        span = f"{first:,}" if first == last else f"{first:,}{dash}{last:,}"
+        rows.append(
+            (f"  {span}", styled(bar, "blue"), f"{num_rows:,}", styled(" ".join(marks), "dim"))
         )
-    return grid
+    return render_grid((">", "", ">", ""), rows, gap=1)
 
 
 def _render_limit(report: DataReport) -> RenderableType:
@@ -347,26 +381,52 @@ def _render_limit(report: DataReport) -> RenderableType:
 def _render_batches(report: DataReport, batching: Batching) -> Iterator[RenderableType]:
     yield ""
     yield heading("Slots that hold tokens")
-    rows: list[tuple[str, Text, str]] = []
+    rows: list[tuple[Cell, ...]] = []
     if batching.num_packed_rows is not None and batching.packed_fraction is not None:
         packs = count_of(batching.num_packed_rows, "sequence")
         note = f"{count_of(batching.num_rows, 'row')} in {packs} of {report.seq_len:,}"
-        rows.append(("packed", _gauge(batching.packed_fraction), note))
+        rows.append(("  packed", _gauge(batching.packed_fraction), styled(note, "dim")))
     for size, waste in batching.padding_waste_fraction.items():
         if size <= max(batching.num_rows, 2):
-            rows.append((f"padded, {size} at a time", _gauge(1 - waste), f"{waste:.0%} padding"))
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(no_wrap=True)
-    grid.add_column(no_wrap=True)
-    grid.add_column(overflow="fold")
-    for label, gauge, note in rows:
-        grid.add_row(f"  {label}", gauge, Text(note, style="dim"))
-    yield grid
+            lost = styled(f"{waste:.0%} padding", "dim")
+            rows.append((f"  padded, {size} at a time", _gauge(1 - waste), lost))
+    yield render_grid(("", "", "~"), rows)
 
 
 def _gauge(fraction: float) -> Text:
     width = max(min(make_console().width - 56, 20), 0)
     return Text.assemble((render_gauge(fraction, width=width), "blue"), f" {fraction:6.1%}")
+
+
+def _render_findings(report: DataReport) -> Iterator[RenderableType]:
+    yield ""
+    if not report.findings:
+        none = "none: no row is unreadable, empty, cut, repeated or wrongly decoded"
+        yield Text.assemble(heading("Problems"), f"  {none}")
+        return
+    yield heading("Problems")
+    # A file by its name: the user knows where it is. With one file, its lines alone.
+    files = {path for source in report.sources for path in source.files}
+    short = {path: f"{_name(path)} " if len(files) > 1 else "" for path in files}
+    for finding in report.findings:
+        style = "bold yellow" if finding.kind in GRAVE else "bold"
+        summary = Text.assemble(
+            (f"{finding.kind.replace('-', ' ')}, {count_of(finding.num_rows, 'row')}", style),
+            plain(f": {finding.says}"),
+        )
+        yield Padding(summary, (0, 0, 0, 2))
+        places = list(finding.shown[:NUM_SHOWN])
+        for path, name in short.items():
+            places = [place.replace(f"{path} ", name) for place in places]
+        more = finding.num_rows - len(places)
+        places += [f"and {more:,} more"] if more else []
+        lines = places if finding.kind in ONE_PER_LINE else ["; ".join(places)]
+        for line in lines:
+            yield Padding(plain(line), (0, 0, 0, 4))
+
+
+def _name(file: str) -> str:
+    return file.rsplit("/", 1)[-1]
 
 
 def _render_rows(
@@ -394,7 +454,7 @@ def _render_rows(
 
 def _render_next(step: NextStep | None) -> Iterator[RenderableType]:
     if step is None:
-        note = "correct the faulty rows or take them out of the file: training refuses them"
+        note = "correct the invalid rows or take them out of the file: training refuses them"
         yield from render_notes("Next", [note])
         return
     if step.recipe_file is not None:
@@ -415,44 +475,44 @@ class NextStep:
     """To be written there first: what `train` has no options for."""
 
 
-def find_next(flags: PrepareFlags, job: PrepareJob) -> NextStep:
+def find_next(options: PrepareOptions, recipe: Recipe) -> NextStep:
     """The command that trains on this very encoding."""
     words: list[str] = []
     for option, value in (
-        ("--eval", flags.eval),
-        ("--seq-len", flags.seq_len),
-        ("--template", flags.template),
+        ("--eval", options.eval),
+        ("--seq-len", options.seq_len),
+        ("--template", options.template),
     ):
         words += [option, str(value)] if value is not None else []
-    sources = [source for source in job.recipe.data if source.split == "train"]
-    changes_data = flags.data is not None or flags.take is not None
-    is_told_by_flags = flags.train_on is None and (
+    sources = [source for source in recipe.data if source.split == "train"]
+    changes_data = options.data is not None or options.take is not None
+    can_be_options = options.train_on is None and (
         not changes_data
-        or (flags.data is not None and len(sources) == 1 and sources[0].take is None)
+        or (options.data is not None and len(sources) == 1 and sources[0].take is None)
     )
-    if is_told_by_flags:
+    if can_be_options:
         if changes_data:
             words = ["--data", sources[0].path.removeprefix(f"{Path.cwd()}/"), *words]
-        return NextStep(command=shlex.join(["tightfit", "train", flags.job, *words]))
-    is_recipe = flags.job.lower().endswith(RECIPE_ENDINGS)
-    file = flags.job if is_recipe else "recipe.yaml"
-    lines = [] if is_recipe else [f"model: {_as_yaml(flags.job)}"]
+        return NextStep(command=shlex.join(["tightfit", "train", options.job, *words]))
+    is_recipe = options.job.lower().endswith(RECIPE_ENDINGS)
+    file = options.job if is_recipe else "recipe.yaml"
+    lines = [] if is_recipe else [f"model: {_as_yaml(options.job)}"]
     return NextStep(
         command=shlex.join(["tightfit", "train", file, *words]),
         recipe_file=file,
-        recipe_lines=(*lines, *_write_data(job.recipe, flags)),
+        recipe_lines=(*lines, *_write_data(recipe, options)),
     )
 
 
-def _write_data(recipe: Recipe, flags: PrepareFlags) -> Iterator[str]:
+def _write_data(recipe: Recipe, options: PrepareOptions) -> Iterator[str]:
     yield "data:"
     for source in recipe.data:
-        if source.split == "eval" and flags.eval is not None:
+        if source.split == "eval" and options.eval is not None:
             continue  # the command line names it
         stated = source.model_dump(exclude_defaults=True)
         listed = ", ".join(f"{key}: {_as_yaml(value)}" for key, value in stated.items())
         yield f"  - {{{listed}}}"
-    if flags.train_on is not None and recipe.train_on is not None:
+    if options.train_on is not None and recipe.train_on is not None:
         yield f"train_on: {recipe.train_on.value}"
 
 

@@ -1,4 +1,4 @@
-"""`tightfit quantize`: make a model smaller and measure the loss of quality."""
+"""`tightfit quantize`: Shrink a model to fewer bits, and measure what was lost."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
-from rich.console import RenderableType
-from rich.text import Text
 
+from tightfit.api.options.common import Output
+from tightfit.api.quantize import QuantizeOptions
 from tightfit.api.quantize import quantize as quantize_model
-from tightfit.cli.flags.export import QuantizeFlags
-from tightfit.cli.terminal.output import announce, progress_bar, show_json, write_err
+from tightfit.cli.terminal.output import announce, progress_bar, write_err
 from tightfit.cli.terminal.screen import (
     Cell,
-    Column,
     heading,
     make_table,
     plain,
     render_notes,
-    show,
+    show_output,
+    styled,
 )
+from tightfit.core.findings import Status
 from tightfit.core.units import render_bytes, render_seconds
 from tightfit.export.formats import ExportFormat, read_formats
-from tightfit.export.quantize.summary import QuantizedModel, QuantizeStatus, QuantizeSummary
-from tightfit.export.verify.verdict import Level
+from tightfit.export.quantize.job import (
+    QuantizedModel,
+    QuantizeForecast,
+    QuantizeStatus,
+    QuantizeSummary,
+)
 
 if TYPE_CHECKING:
-    from tightfit.export.formats import ExportFormat
-    from tightfit.export.quantize.summary import QuantizeForecast
-
-
-# Quantized models as a table: size, quality against the original, verdict.
+    from rich.console import RenderableType
 
 _STYLES = {
     QuantizeStatus.GOOD: "green",
@@ -44,8 +44,30 @@ _STYLES = {
 }
 
 
-def show_summary(summary: QuantizeSummary) -> None:
-    show(_render(summary))
+def quantize(options: QuantizeOptions, output: Output) -> None:
+    """Make, check, show."""
+    on_forecast = None if output.as_json else _announce_forecasts
+    with progress_bar() as report:
+        summary = quantize_model(replace(options, progress=report, on_forecast=on_forecast))
+    show_output(summary, _render(summary), as_json=output.as_json)
+    if summary.plot is not None:
+        announce(Path(summary.plot))
+    error = summary.find_error(read_formats(options.to or ()))
+    if error is not None and output.as_json:
+        # The document on stdout reports it already: no second one, only the exit code.
+        raise typer.Exit(error.exit_code)
+    if error is not None:
+        raise error
+
+
+def _announce_forecasts(forecasts: Mapping[ExportFormat, QuantizeForecast]) -> None:
+    """What is to come, on stderr: stdout is for the table."""
+    for target, forecast in forecasts.items():
+        write_err(
+            f"{target.name}: about {render_bytes(forecast.disk_bytes)} on disk, "
+            f"{render_bytes(forecast.host_bytes)} of memory, "
+            f"{render_seconds(forecast.seconds)} (rough)\n"
+        )
 
 
 def _render(summary: QuantizeSummary) -> Iterator[RenderableType]:
@@ -60,39 +82,31 @@ def _render(summary: QuantizeSummary) -> Iterator[RenderableType]:
             f"Calibrated on {summary.num_calibration_tokens:,} tokens of {summary.calibration}"
         )
     yield ""
-    yield _table(summary)
+    is_checked = any(row.check is not None for row in summary.rows)
+    quality = (">ppl", ">change", ">KL", ">top-1") if is_checked else ()
+    columns = ("*", ">bits", ">size", ">share", *quality)
+    rows = [_row(row, is_checked=is_checked) for row in summary.rows]
+    yield make_table((*columns, ">time", "~verdict"), rows)
     yield ""
     yield plain(
         "bits: per weight, all files of weights counted. share: of the original's size. ppl: "
         "perplexity; change: against the original's. KL: nats per token."
     )
-    places = [row.path for row in summary.rows if row.standing is not QuantizeStatus.FAILED]
-    yield from render_notes("Predicted", list(_memory(summary)))
-    yield from render_notes("Written", places)
+    predicted = [
+        f"{row.target.name}: memory {render_bytes(row.predicted.host_bytes)}, measured "
+        f"{render_bytes(row.peak_host_bytes)}; disk {render_bytes(row.predicted.disk_bytes)}, "
+        f"measured {render_bytes(row.size_bytes)}"
+        for row in summary.rows
+        if row.predicted is not None and row.peak_host_bytes
+    ]
+    yield from render_notes("Predicted", predicted)
+    written = [row.path for row in summary.rows if row.standing is not QuantizeStatus.FAILED]
+    yield from render_notes("Written", written)
     yield from render_notes("Beware", list(dict.fromkeys(_notes(summary))))
 
 
-def _table(summary: QuantizeSummary) -> RenderableType:
-    is_checked = any(row.check is not None for row in summary.rows)
-    columns = [
-        Column(title="", style="bold"),
-        Column(title="bits", right=True),
-        Column(title="size", right=True),
-        Column(title="share", right=True),
-    ]
-    if is_checked:
-        columns += [
-            Column(title="ppl", right=True),
-            Column(title="change", right=True),
-            Column(title="KL", right=True),
-            Column(title="top-1", right=True),
-        ]
-    columns += [Column(title="time", right=True), Column(title="verdict", keep=False)]
-    return make_table(columns, [_row(row, is_checked=is_checked) for row in summary.rows])
-
-
 def _row(row: QuantizedModel, *, is_checked: bool) -> list[Cell]:
-    verdict = Text(_verdict(row), style=_STYLES[row.standing])
+    verdict = styled(_verdict(row), _STYLES[row.standing])
     if row.standing is QuantizeStatus.FAILED:
         return [row.target.name, *[""] * (8 if is_checked else 4), verdict]
     cells: list[Cell] = [
@@ -104,18 +118,6 @@ def _row(row: QuantizedModel, *, is_checked: bool) -> list[Cell]:
     if is_checked:
         cells += _quality(row)
     return [*cells, render_seconds(row.seconds), verdict]
-
-
-def _memory(summary: QuantizeSummary) -> Iterator[str]:
-    """Predicted beside measured, for what was made."""
-    for row in summary.rows:
-        if row.predicted is not None and row.peak_host_bytes:
-            memory, disk = row.predicted.host_bytes, row.predicted.disk_bytes
-            yield (
-                f"{row.target.name}: memory {render_bytes(memory)}, measured "
-                f"{render_bytes(row.peak_host_bytes)}; disk {render_bytes(disk)}, measured "
-                f"{render_bytes(row.size_bytes)}"
-            )
 
 
 def _quality(row: QuantizedModel) -> list[Cell]:
@@ -142,51 +144,15 @@ def _verdict(row: QuantizedModel) -> str:
         return "not checked"
     if row.standing is QuantizeStatus.FAILED:
         return f"not made: {row.problem}"
-    has_warning = row.check is not None and any(
-        finding.level is Level.WARNING for finding in row.check.findings
-    )
+    findings = row.check.findings if row.check is not None else ()
+    has_warning = any(finding.status is Status.WARNING for finding in findings)
     return "good (!)" if has_warning and row.standing is QuantizeStatus.GOOD else row.standing.value
 
 
 def _notes(summary: QuantizeSummary) -> Iterator[str]:
     for row in summary.rows:
         yield from row.notes
-        if row.check is not None:
-            for finding in row.check.findings:
-                if finding.level is not Level.NOTE:
-                    yield f"{row.target.name}: {finding.text}"
+        for finding in row.check.findings if row.check is not None else ():
+            if finding.status is not Status.INFO:
+                yield f"{row.target.name}: {finding.detail}"
     yield from summary.notes
-
-
-def quantize(flags: QuantizeFlags) -> None:
-    """Make, check, show."""
-    with progress_bar() as report:
-        summary = quantize_model(
-            replace(
-                flags,
-                progress=report,
-                on_forecast=None if flags.as_json else _announce_forecasts,
-            )
-        )
-    if flags.as_json:
-        show_json(summary.model_dump(mode="json"))
-    else:
-        show_summary(summary)
-    if summary.plot is not None:
-        announce(Path(summary.plot))
-    error = summary.find_error(read_formats(flags.to or ()))
-    if error is not None and flags.as_json:
-        # The document on stdout reports it already: no second one, only the exit code.
-        raise typer.Exit(error.exit_code)
-    if error is not None:
-        raise error
-
-
-def _announce_forecasts(forecasts: Mapping[ExportFormat, QuantizeForecast]) -> None:
-    """What is to come, on stderr: stdout is for the table."""
-    for target, forecast in forecasts.items():
-        write_err(
-            f"{target.name}: about {render_bytes(forecast.disk_bytes)} on disk, "
-            f"{render_bytes(forecast.host_bytes)} of memory, "
-            f"{render_seconds(forecast.seconds)} (rough)\n"
-        )

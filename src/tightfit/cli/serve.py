@@ -1,4 +1,4 @@
-"""`tightfit serve`: models behind an OpenAI-compatible HTTP API."""
+"""`tightfit serve`: Answer HTTP requests as OpenAI's API does."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import os
 import shlex
 from typing import TYPE_CHECKING
 
+from tightfit.api.options.serving import ServeOptions, ServeOutput
 from tightfit.api.serve import ServeWatcher, prepare_server
-from tightfit.cli.error_report import DEBUG_VARIABLE
-from tightfit.cli.flags.serving import ServeFlags
+from tightfit.cli.terminal.error_report import DEBUG_VARIABLE
 from tightfit.cli.terminal.output import write_err, write_out
 from tightfit.core.text import sanitize
 
@@ -75,10 +75,10 @@ class _ServeScreen(ServeWatcher):
         write_err(f"error: a request failed, a bug in tightfit: {type(error).__name__}: {text}\n")
 
 
-def serve(flags: ServeFlags) -> None:
+def serve(options: ServeOptions, output: ServeOutput) -> None:
     """Bind, load, answer until a signal."""
-    server = prepare_server(flags, _ServeScreen(as_json=flags.as_json))
-    if flags.access_log:
+    server = prepare_server(options, _ServeScreen(as_json=output.as_json))
+    if options.access_log:
         _log_access()
     server.run()
     write_err("stopped\n")

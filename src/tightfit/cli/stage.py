@@ -1,4 +1,4 @@
-"""`tightfit stage`: copy a model to the RAM disks of many nodes; list and remove copies."""
+"""`tightfit stage`: Copy a model to the RAM disks of many nodes, the fastest way."""
 
 from __future__ import annotations
 
@@ -6,55 +6,52 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import typer
 from rich.console import RenderableType
 
+from tightfit.api.options.clusters import StageOptions, StageOutput
 from tightfit.api.stage import StagedCopies, clean_staged, list_staged
 from tightfit.api.stage import stage as stage_model
-from tightfit.cli.flags.clusters import StageFlags
+from tightfit.cli.terminal.error_report import end_with
 from tightfit.cli.terminal.output import progress_bar, show_json, write_err
-from tightfit.cli.terminal.screen import Column, heading, make_table, plain, render_notes, show
+from tightfit.cli.terminal.screen import heading, make_table, plain, render_notes, show
 from tightfit.clusters.staging.cost import MethodChoice
-from tightfit.clusters.staging.stage import StagedNode, StageResult
+from tightfit.clusters.staging.stage import StageResult
 from tightfit.core.errors import UsageError
 from tightfit.core.text import sanitize
 from tightfit.core.units import render_bytes, render_seconds
 from tightfit.runtime.staged import Manifest
 
 
-def stage(flags: StageFlags) -> None:
+def stage(options: StageOptions, output: StageOutput) -> None:
     """Stage, list or clean."""
-    if flags.list_ and flags.clean:
+    if output.list_ and output.clean:
         raise UsageError("`--list` and `--clean` are two commands.", remedy="keep one of them")
-    if flags.list_:
-        _show_copies(list_staged(flags), "copies", "Staged", as_json=flags.as_json)
-    elif flags.clean and flags.dry_run:
-        found = clean_staged(flags)
-        _show_copies(found, "would_remove", "Would be removed", as_json=flags.as_json)
-    elif flags.clean:
-        _show_copies(clean_staged(flags), "removed", "Removed", as_json=flags.as_json)
+    if output.list_:
+        _show_copies(list_staged(options), "copies", "Staged", as_json=output.as_json)
+    elif output.clean and options.dry_run:
+        found = clean_staged(options)
+        _show_copies(found, "would_remove", "Would be removed", as_json=output.as_json)
+    elif output.clean:
+        _show_copies(clean_staged(options), "removed", "Removed", as_json=output.as_json)
     else:
-        _stage(flags)
+        _stage(options, output)
 
 
-def _stage(flags: StageFlags) -> None:
-    is_quiet = flags.as_json or flags.dry_run
+def _stage(options: StageOptions, output: StageOutput) -> None:
+    is_quiet = output.as_json or options.dry_run
     with progress_bar() as report:
-        options = replace(flags, progress=report, announce=None if is_quiet else _show_choice)
+        options = replace(options, progress=report, announce=None if is_quiet else _show_choice)
         result = stage_model(options)
     error = result.find_error()
-    if not flags.as_json:
-        show_staging(result)
+    if not output.as_json:
+        show(_render(result))
         if error is not None:
             raise error
         return
     document = {**result.model_dump(mode="json"), "measured_seconds": result.measured_seconds}
     if error is not None:
-        document |= {"error": error.problem, "remedy": error.remedy, "exit_code": error.exit_code}
+        raise end_with(error, document, as_json=True)
     show_json(document)
-    if error is not None:  # stdout has its one document already, the error in it
-        write_err(f"error: {sanitize(error.problem)}\n  try: {sanitize(error.remedy)}\n")
-        raise typer.Exit(error.exit_code)
 
 
 def _show_choice(choice: MethodChoice, wanted: Manifest) -> None:
@@ -68,7 +65,7 @@ def _show_choice(choice: MethodChoice, wanted: Manifest) -> None:
 
 def _show_copies(found: StagedCopies, name: str, title: str, *, as_json: bool) -> None:
     if not as_json:
-        show_copies(title, found)
+        show(_render_copies(title, found))
         return
     rows = [
         {"node": one.node, "host": one.host, **one.copy.model_dump(mode="json")}
@@ -76,15 +73,6 @@ def _show_copies(found: StagedCopies, name: str, title: str, *, as_json: bool) -
     ]
     document: dict[str, Any] = {"place": found.place, name: rows}
     show_json(document if name == "copies" else {**document, "busy": list(found.busy)})
-
-
-def show_staging(result: StageResult) -> None:
-    """The method and why, predicted beside measured, and the state of each node."""
-    show(_render(result))
-
-
-def show_copies(title: str, found: StagedCopies) -> None:
-    show(_render_copies(title, found))
 
 
 def _render(result: StageResult) -> Iterator[RenderableType]:
@@ -99,12 +87,7 @@ def _render(result: StageResult) -> Iterator[RenderableType]:
         yield _render_times(result)
     yield ""
     yield make_table(
-        [
-            Column(title="node", style="bold"),
-            Column(title="state"),
-            Column(title="found there", right=True),
-            Column(title="copy"),
-        ],
+        ["*node", "state", ">found there", "copy"],
         [
             [
                 node.node,
@@ -115,13 +98,12 @@ def _render(result: StageResult) -> Iterator[RenderableType]:
             for node in result.nodes
         ],
     )
-    yield from render_notes("Beware", [_repaired(node) for node in result.nodes if _repaired(node)])
-
-
-def _repaired(node: StagedNode) -> str:
-    if not node.num_repaired_blocks:
-        return ""
-    return f"{node.node}: {node.num_repaired_blocks} blocks found there had changed since"
+    repaired = [
+        f"{node.node}: {node.num_repaired_blocks} blocks found there had changed since"
+        for node in result.nodes
+        if node.num_repaired_blocks
+    ]
+    yield from render_notes("Beware", repaired)
 
 
 def _render_rates(result: StageResult) -> RenderableType:
@@ -130,18 +112,13 @@ def _render_rates(result: StageResult) -> RenderableType:
         ("each, while all read", result.rates.all_readers if len(result.nodes) > 1 else None),
         ("from node to node", result.rates.link),
     ]
-    columns = [Column(title="", style="bold"), Column(title="measured", right=True)]
     return make_table(
-        columns, [[name, f"{render_bytes(rate)}/s"] for name, rate in rates if rate is not None]
+        ["*", ">measured"],
+        [[name, f"{render_bytes(rate)}/s"] for name, rate in rates if rate is not None],
     )
 
 
 def _render_times(result: StageResult) -> RenderableType:
-    columns = [
-        Column(title="", style="bold"),
-        Column(title="predicted", right=True),
-        Column(title="measured", right=True),
-    ]
     rows = []
     for how in dict.fromkeys([*result.predicted_seconds, *([result.how] if result.how else [])]):
         predicted = result.predicted_seconds.get(how)
@@ -153,7 +130,7 @@ def _render_times(result: StageResult) -> RenderableType:
                 render_seconds(result.measured_seconds or 0.0) if is_taken else "",
             ]
         )
-    return make_table(columns, rows)
+    return make_table(["*", ">predicted", ">measured"], rows)
 
 
 def _render_copies(title: str, found: StagedCopies) -> Iterator[RenderableType]:
@@ -163,12 +140,7 @@ def _render_copies(title: str, found: StagedCopies) -> Iterator[RenderableType]:
         yield heading(f"{title} in {found.place}: {total}")
         yield ""
         yield make_table(
-            [
-                Column(title="node", style="bold"),
-                Column(title="size", right=True),
-                Column(title="state"),
-                Column(title="model"),
-            ],
+            ["*node", ">size", "state", "model"],
             [
                 [
                     one.node,

@@ -1,48 +1,54 @@
-"""`tightfit submit`: plan for a cluster, submit the job, follow it, report."""
+"""`tightfit submit`: Plan for a cluster, submit the job, follow it, and report."""
 
 from __future__ import annotations
 
 import shlex
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
-from tightfit.cli.flags.clusters import SubmitFlags
+from tightfit.api.options.clusters import SubmitOptions
+from tightfit.api.options.common import Output
 from tightfit.cli.terminal.output import announce, show_json, write_err, write_out
+from tightfit.cli.terminal.run_display import open_display
+from tightfit.cli.terminal.screen import heading, plain, render_notes, show
+from tightfit.cli.train import describe_finished, render_end, render_start
 from tightfit.core.errors import EXIT_INTERRUPTED, UserError
-from tightfit.core.text import sanitize
+from tightfit.core.text import count_of, sanitize
 
 if TYPE_CHECKING:
     from tightfit.api.submit import SubmitResult
     from tightfit.clusters.protocol import JobEnd
 
 
-def submit(flags: SubmitFlags) -> None:
+def submit(options: SubmitOptions, output: Output) -> None:
     """Submit, show what was done, and follow the job to its end."""
     from tightfit.api.submit import SubmitStatus
     from tightfit.api.submit import submit as submit_job
 
-    result = submit_job(flags)
+    result = submit_job(options)
     if result.kept_run is not None:
         write_err(f"the old run is kept in {result.kept_run}\n")
     if result.status is SubmitStatus.FINISHED:
-        _show_finished(result, as_json=flags.as_json)
+        _show_finished(result, as_json=output.as_json)
         return
     if result.status is SubmitStatus.DRAFTED:
-        _show_draft(result, as_json=flags.as_json)
+        _show_draft(result, as_json=output.as_json)
         return
     if result.status is SubmitStatus.WRITTEN:
-        assert flags.write is not None
-        announce(flags.write)
-        if flags.as_json:
-            show_json({**_describe_draft(result), "wrote": str(flags.write)})
+        assert options.write is not None
+        announce(options.write)
+        if output.as_json:
+            show_json({**_describe_draft(result), "wrote": str(options.write)})
+        else:
+            _show_plan(result)
+            show(render_notes("Notes", list(result.notes)))
         return
     if result.status is SubmitStatus.SUBMITTED:
-        _show_submitted(result, as_json=flags.as_json, is_last=flags.follow is False)
-    if flags.follow is not False:
-        _follow(result, as_json=flags.as_json)
+        _show_submitted(result, as_json=output.as_json, is_last=options.follow is False)
+    if options.follow is not False:
+        _follow(result, as_json=output.as_json)
 
 
 def _show_finished(result: SubmitResult, *, as_json: bool) -> None:
@@ -60,8 +66,7 @@ def _show_finished(result: SubmitResult, *, as_json: bool) -> None:
             }
         )
         return
-    where = f"; the result is in {artefact}" if artefact is not None else ""
-    write_out(f"{result.run.path} is finished{where}.\nTrain once more: add --again\n")
+    write_out(describe_finished(result.run, artefact))
 
 
 def _describe_draft(result: SubmitResult) -> dict[str, object]:
@@ -83,8 +88,6 @@ def _show_draft(result: SubmitResult, *, as_json: bool) -> None:
         answers = {} if answer is None else {scheduler.lower(): answer}
         show_json({**_describe_draft(result), **answers})
         return
-    from tightfit.cli.terminal.screen import heading, plain, render_notes, show
-
     _show_plan(result)
     show([heading(result.draft.title), ""])
     # Never wrapped: it is copied from the screen.
@@ -106,8 +109,6 @@ def _show_submitted(result: SubmitResult, *, as_json: bool, is_last: bool) -> No
             run = None if result.run is None else str(result.run.path)
             show_json({"run": run, **result.job.details, "notes": list(result.notes)})
         return
-    from tightfit.cli.terminal.screen import heading, render_notes, show
-
     _show_plan(result)
     show(
         [
@@ -120,13 +121,13 @@ def _show_submitted(result: SubmitResult, *, as_json: bool, is_last: bool) -> No
 
 
 def _show_plan(result: SubmitResult) -> None:
-    from tightfit.cli.render.train import show_start
     from tightfit.clusters.requirements import check_space, estimate_run_bytes
 
     if result.run is not None and result.plan is not None:
         free = check_space(result.run.path, result.plan)
         needed = estimate_run_bytes(result.plan)
-        show_start(result.plan, folder=result.run.path, free_bytes=free, needed_bytes=needed)
+        folder = result.run.path
+        show(render_start(result.plan, folder=folder, free_bytes=free, needed_bytes=needed))
 
 
 def _follow(result: SubmitResult, *, as_json: bool) -> None:
@@ -153,8 +154,6 @@ def _follow(result: SubmitResult, *, as_json: bool) -> None:
 
 
 def _display(result: SubmitResult, *, as_json: bool) -> JobEnd:
-    from tightfit.cli.terminal.run_display import Progress, open_display
-
     run = result.run
 
     def read_num_steps() -> int:
@@ -164,8 +163,7 @@ def _display(result: SubmitResult, *, as_json: bool) -> JobEnd:
             return 0
 
     capacity = 0 if run is None else run.read_plan().estimate.gpu.capacity_bytes
-    progress = Progress(num_steps=read_num_steps(), capacity_bytes=capacity)
-    with open_display(progress, read_num_steps=read_num_steps, is_silent=as_json) as display:
+    with open_display(capacity, read_num_steps, is_silent=as_json) as display:
         return result.follow(display)
 
 
@@ -185,10 +183,7 @@ def _leave(result: SubmitResult) -> None:
     again = "the same command follows it again"
     if result.run is not None:
         again = f"follow it again: tightfit submit {shlex.quote(str(result.run.path))} --follow"
-    write_err(
-        f"\n{result.job.label} goes on without being watched; {again}; "
-        f"{result.job.cancel_command} ends it\n"
-    )
+    write_err(f"\n{result.job.label} goes on; {again}; {result.job.cancel_command} ends it\n")
     raise typer.Exit(EXIT_INTERRUPTED)
 
 
@@ -214,15 +209,6 @@ def _show_end(result: SubmitResult, end: JobEnd, *, code: int, as_json: bool) ->
             }
         )
     elif report is not None and run is not None:
-        from tightfit.cli.render.train import show_end
-
-        notes = [f"queued again {end.num_restarts} times"] if end.num_restarts else []
-        show_end(report, folder=_relative(run.path), artefact=artefact, notes=notes)
-
-
-def _relative(path: Path) -> Path:
-    """As it is typed from here."""
-    try:
-        return path.relative_to(Path.cwd())
-    except ValueError:
-        return path
+        count = count_of(end.num_restarts, "time")
+        notes = [f"queued again {count}"] if end.num_restarts else []
+        show(render_end(report, folder=run.path, artefact=artefact, notes=notes))

@@ -1,69 +1,34 @@
-"""Agents: processes on nodes that answer requests, one line of JSON each, over their pipes.
-
-`open_answers` and `read_requests` are the agent's side; `RemoteAgent` is the caller's.
-"""
+"""Agents: processes on nodes that answer requests over pipes."""
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
-import sys
+import shlex
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import suppress
+from itertools import count
 from types import MappingProxyType
 from typing import Any
 
-from tightfit.clusters.nodes import start_on_node
+from pydantic_core import to_jsonable_python
 
-SendAnswer = Callable[[dict[str, Any]], None]
+from tightfit.clusters.nodes import node_command
+from tightfit.clusters.site import Site
+from tightfit.core import errors as error_types
+from tightfit.core.child_process import ChildProcess, Message, SendMessage, read_messages
+from tightfit.core.errors import SetupError, UserError
 
-
-def open_answers() -> SendAnswer:
-    """Take stdout for answers alone; whatever a library prints goes to stderr from now on."""
-    out = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    turn = threading.Lock()
-
-    def tell(line: dict[str, Any]) -> None:
-        with turn:
-            out.write(json.dumps(line).encode() + b"\n")
-            out.flush()
-
-    return tell
-
-
-def read_requests() -> Iterator[dict[str, Any]]:
-    """Until stdin closes, which is how an agent is told to end."""
-    for line in sys.stdin.buffer:
-        yield json.loads(line)
-
-
-# An agent as the one who asks sees it: requests out, answers or its last words back.
-
-AgentLine = dict[str, Any]
-"""What one line of JSON says."""
 FINAL_OUTPUT_SECONDS = 1.0
-"""For what an agent said at its end to arrive."""
-_MOST_LETTERS = 300
+"""For an agent that closed its stdout to end, so that all of its stderr is there."""
 
 
 class AgentGoneError(Exception):
     """The agent has ended, or cannot be reached any more."""
 
 
-def _ignore(_line: AgentLine) -> None: ...
-
-
 class RemoteAgent:
-    """A command on a node that reads requests from stdin and answers them on stdout.
-
-    Each request carries a number, and its answer the same. `on_news` hears, in a thread of the
-    agent's own, what it says unasked.
-    """
+    """An agent on a node. Each request carries a number, and its answer the same."""
 
     def __init__(
         self,
@@ -72,36 +37,42 @@ class RemoteAgent:
         *,
         prefix: str,
         env: Mapping[str, str] = MappingProxyType({}),
-        on_news: Callable[[AgentLine], None] = _ignore,
+        on_news: Callable[[Message], None] = lambda _: None,
     ) -> None:
+        """`on_news` receives, in the agent's own thread, messages that answer no request."""
+        words = node_command(node, argv, prefix=prefix, env=env)
+        try:
+            self._child = ChildProcess(words)
+        except OSError as error:
+            raise SetupError(
+                f"`{words[0]}`, which is to reach {node}, does not start: "
+                f"{error.strerror or error}.",
+                remedy="say how a command runs on a node: --run-with 'ssh {node}'",
+            ) from error
         self.ended: Future[None] = Future()
-        """Done once it will say no more, and all it said was heard."""
+        """Done once the agent has closed its stdout and everything it sent was received."""
+        self.last_message_at = time.monotonic()
+        self._node = node
         self._on_news = on_news
-        self._waiting: dict[int, Future[AgentLine]] = {}
-        self._next = 0
-        self._numbering = threading.Lock()
-        self._sending = threading.Lock()
-        self._complaint = self._noise = ""
-        self._process = start_on_node(node, argv, prefix=prefix, env=env)
-        self._overhearing = threading.Thread(target=self._overhear, daemon=True)
-        self._listening = threading.Thread(target=self._listen, daemon=True)
-        self._overhearing.start()
-        self._listening.start()
+        self._numbers = count(1)
+        self._waiting: dict[int, Future[Any]] = {}
+        self._lock = threading.Lock()
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
 
     @property
     def last_words(self) -> str:
-        """`: Permission denied`, to end a sentence with; empty where it said nothing."""
-        words = self._complaint or self._noise
-        return f": {words[:_MOST_LETTERS]}" if words else ""
+        """`: Permission denied`, to end a sentence with; empty if it printed nothing."""
+        line = self._child.last_line
+        return f": {line}" if line else ""
 
-    def ask(self, request: Mapping[str, Any]) -> Future[AgentLine]:
-        """The line that answers, or AgentGoneError; wait for it as long as you like."""
-        answer: Future[AgentLine] = Future()
-        with self._numbering:
-            self._next += 1
-            number = self._next
+    def ask(self, do: str, **given: Any) -> Future[Any]:
+        """The answer, or the error that the agent reported, or AgentGoneError."""
+        answer: Future[Any] = Future()
+        with self._lock:
+            number = next(self._numbers)
             self._waiting[number] = answer
-        is_sent = self._send({"id": number, **request})
+        is_sent = self._child.send({"id": number, "do": do, "given": given})
         if not is_sent:
             wait([self.ended], timeout=FINAL_OUTPUT_SECONDS)
         if not is_sent or self.ended.done():
@@ -109,81 +80,82 @@ class RemoteAgent:
         return answer
 
     def wait_for_exit(self, seconds: float) -> int | None:
-        """Its exit code, or that of ssh or srun; None where it goes on."""
-        with suppress(subprocess.TimeoutExpired):
-            return self._process.wait(timeout=seconds)
-        return None
+        """Its exit code, or that of ssh or srun; None if it still runs."""
+        return self._child.wait(seconds)
 
     def close(self, *, seconds: float) -> None:
-        """Close its stdin, which ends it, wherever it is; then by force the local end of it."""
-        assert self._process.stdin is not None
-        with suppress(OSError):
-            self._process.stdin.close()
-        if self.wait_for_exit(seconds) is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self.wait_for_exit(seconds)
-        for thread in (self._listening, self._overhearing):
-            thread.join(timeout=FINAL_OUTPUT_SECONDS)
-
-    def _send(self, line: AgentLine) -> bool:
-        assert self._process.stdin is not None
-        try:
-            with self._sending:
-                self._process.stdin.write(json.dumps(line).encode() + b"\n")
-                self._process.stdin.flush()
-        except (OSError, ValueError):  # the latter: it was closed
-            return False
-        return True
+        """Close its stdin, which ends it, on whichever node; then kill the local end of it."""
+        self._child.end(seconds=seconds)
+        self._listener.join(timeout=FINAL_OUTPUT_SECONDS)
 
     def _listen(self) -> None:
         try:
-            self._sort_lines()
-        finally:  # whatever it was: nobody may wait for ever
-            self._overhearing.join(timeout=FINAL_OUTPUT_SECONDS)
+            for message in self._child:
+                self.last_message_at = time.monotonic()
+                number = message.get("id")
+                answer = None
+                if isinstance(number, int):  # a login shell may print any JSON
+                    with self._lock:
+                        answer = self._waiting.pop(number, None)
+                if answer is None:
+                    self._on_news(message)
+                else:
+                    settle(answer, message, node=self._node)
+        finally:  # whatever happened, nobody may wait forever
+            self._child.wait(FINAL_OUTPUT_SECONDS)
             self.ended.set_result(None)
             self._give_up()
 
-    def _sort_lines(self) -> None:
-        assert self._process.stdout is not None
-        with self._process.stdout as lines:
-            for text in lines:
-                line = _parse(text)
-                if line is None:
-                    self._noise = _read(text) or self._noise
-                else:
-                    self._sort(line)
-
-    def _overhear(self) -> None:
-        assert self._process.stderr is not None
-        with self._process.stderr as lines:
-            for text in lines:
-                self._complaint = _read(text) or self._complaint
-
-    def _sort(self, line: AgentLine) -> None:
-        number = line.get("id")
-        with self._numbering:
-            answer = self._waiting.pop(number, None) if isinstance(number, int) else None
-        if answer is None:
-            self._on_news(line)
-        else:
-            answer.set_result(line)
-
     def _give_up(self) -> None:
-        with self._numbering:
+        with self._lock:
             waiting, self._waiting = self._waiting, {}
         for answer in waiting.values():
-            answer.set_exception(AgentGoneError(f"the agent is gone{self.last_words}"))
+            answer.set_exception(AgentGoneError(f"{self._node} is lost{self.last_words}"))
 
 
-def _read(text: bytes) -> str:
-    return text.decode(errors="replace").strip()
+def settle(answer: Future[Any], reply: Message, *, node: str) -> None:
+    """Set what `answer_request` replied as the future's result or exception."""
+    if "answer" in reply:
+        answer.set_result(reply["answer"])
+    elif "error" in reply:
+        error = reply["error"]
+        kind = getattr(error_types, str(error["kind"]), UserError)
+        answer.set_exception(kind(f"{node}: {error['problem']}", remedy=error["remedy"]))
+    else:
+        answer.set_exception(RuntimeError(f"the agent on {node} failed: {reply.get('bug')}"))
 
 
-def _parse(text: bytes) -> AgentLine | None:
-    """None for what a login shell or a module system prints before the agent starts."""
+# The agent's side.
+
+Handlers = Mapping[str, Callable[..., Any]]
+"""The requests that an agent answers, by name."""
+
+
+def serve_requests(handlers: Handlers, send: SendMessage) -> None:
+    """Answer until stdin closes. Each request has its own thread, so that none delays another."""
+    for request in read_messages():
+
+        def work(request: Message = request) -> None:
+            send({"id": request["id"], **answer_request(handlers, request)})
+
+        threading.Thread(target=work, daemon=True).start()
+
+
+def answer_request(handlers: Handlers, request: Message) -> Message:
+    """The reply to one request; an error is a reply too."""
     try:
-        line = json.loads(text)
-    except ValueError:
-        return None
-    return line if isinstance(line, dict) else None
+        if request["do"] not in handlers:
+            raise ValueError(f"no question is named {request['do']}")
+        return {"answer": to_jsonable_python(handlers[request["do"]](**request["given"]))}
+    except UserError as error:
+        kind = type(error).__name__
+        return {"error": {"kind": kind, "problem": error.problem, "remedy": error.remedy}}
+    except Exception as error:
+        return {"bug": f"{type(error).__name__}: {error}"[:400]}
+
+
+def after_setup(site: Site, argv: Sequence[str]) -> list[str]:
+    """A command that runs after the site's set-up lines."""
+    if not site.setup:
+        return list(argv)
+    return ["bash", "-c", "\n".join([*site.setup, f"exec {shlex.join(argv)}"])]

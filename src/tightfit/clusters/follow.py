@@ -1,18 +1,73 @@
-"""Followers of growing files: the records of metrics.jsonl, the lines of log.txt."""
+"""Follow a job to its end: its scheduler's status, and the records and log lines of its run."""
 
 from __future__ import annotations
 
 import json
 import os
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
 from tightfit.clusters.protocol import RunObserver
+from tightfit.core.errors import SetupError
 from tightfit.runs.metrics import Record, StepRecord
 from tightfit.runs.run_folder import RunFolder
 
+TICK_SECONDS = 0.3
+FIRST_POLL_SECONDS = 1.0
+MAX_SILENCE_SECONDS = 600.0
+"""Of the scheduler itself, before following is given up: it is updated while jobs run."""
+Status = TypeVar("Status")
 _RECORD: TypeAdapter[Record] = TypeAdapter(Record)
+
+
+def follow_job(
+    read_status: Callable[[], Status],
+    run: RunFolder | None,
+    observer: RunObserver,
+    *,
+    is_over: Callable[[Status], bool],
+    describe: Callable[[Status], Mapping[str, str]] = lambda _: {},
+    max_poll_seconds: float = TICK_SECONDS,
+) -> Status:
+    """The last status. An exception leaves the job running.
+
+    `describe` has a text for each part of the job, reported whenever it changes. The scheduler,
+    which serves everybody, is asked ever less often, up to every `max_poll_seconds`.
+    """
+    news = RunFollower(run, observer, shows_last_step=True)
+    described: dict[str, str] = {}
+    pause = min(FIRST_POLL_SECONDS, max_poll_seconds)
+    silent_since: float | None = None
+    while True:
+        try:
+            status = read_status()
+            silent_since = None
+            for part, text in describe(status).items():
+                if described.get(part) != text:
+                    described[part] = text
+                    observer.say(text)
+            if is_over(status):
+                news.report()
+                return status
+        except SetupError as error:
+            now = time.monotonic()
+            if silent_since is None:
+                silent_since = now
+                observer.say(f"{error.problem} Asking again.")
+            if now - silent_since > MAX_SILENCE_SECONDS:
+                raise
+        end = time.monotonic() + pause
+        while True:
+            news.report()
+            left = end - time.monotonic()
+            if left <= 0:
+                break
+            time.sleep(min(TICK_SECONDS, left))
+        pause = min(pause * 1.2, max_poll_seconds)
 
 
 class LineFollower:
@@ -28,17 +83,18 @@ class LineFollower:
         self._position = 0
         self._reported: list[int] = []
         """Hashes of the lines reported, in order."""
-        self._num_same = 0
-        """Lines of a replaced file that matched those reported."""
-        self._is_replay = False
         if skip_existing:
             self.read()
 
     def read(self) -> list[str]:
         """Whole lines that came since the last call."""
+        is_replaced = False
         try:
             with self._path.open("rb") as stream:
-                self._notice_replacement(stream.fileno())
+                state = os.fstat(stream.fileno())
+                if state.st_ino != self._inode or state.st_size < self._position:
+                    is_replaced = self._inode != 0
+                    self._inode, self._position = state.st_ino, 0
                 stream.seek(self._position)
                 data = stream.read()
         except OSError:
@@ -46,31 +102,16 @@ class LineFollower:
         end = data.rfind(b"\n") + 1
         self._position += end
         lines = data[:end].decode(errors="replace").splitlines()
-        found = [line for line in lines if self._is_new(line)]
-        if self._is_replay:  # replaced in one go, so lines that are missing by now were removed
-            self._end_replay()
-        return found
-
-    def _notice_replacement(self, handle: int) -> None:
-        state = os.fstat(handle)
-        if state.st_ino != self._inode or state.st_size < self._position:
-            self._is_replay = self._inode != 0
-            self._inode, self._position, self._num_same = state.st_ino, 0, 0
-
-    def _is_new(self, line: str) -> bool:
-        mark = hash(line)
-        if self._is_replay:
-            same = self._num_same
-            if same < len(self._reported) and self._reported[same] == mark:
-                self._num_same += 1
-                return False
-            self._end_replay()
-        self._reported.append(mark)
-        return True
-
-    def _end_replay(self) -> None:
-        del self._reported[self._num_same :]
-        self._is_replay = False
+        marks = [hash(line) for line in lines]
+        num_same = 0
+        if is_replaced:  # in one go, so lines that are missing by now were removed
+            while num_same < min(len(marks), len(self._reported)) and (
+                marks[num_same] == self._reported[num_same]
+            ):
+                num_same += 1
+            del self._reported[num_same:]
+        self._reported += marks[num_same:]
+        return lines[num_same:]
 
 
 class MetricsFollower:

@@ -1,6 +1,6 @@
 """The one protocol for clusters: inventory, draft, submit, follow, cancel.
 
-A backend is a folder with a class that implements `ClusterBackend`, and a line in `BACKENDS`.
+A backend is a folder with a class that implements `ClusterBackend`, and a line in `schedulers.py`.
 `api/submit.py` asks the backend and knows no scheduler by name.
 """
 
@@ -12,20 +12,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
+from tightfit.clusters.schedulers import BACKENDS, SchedulerOptions, name_clusters
 from tightfit.clusters.site import Site
 from tightfit.core.errors import UsageError, UserError
+from tightfit.core.options import list_declared
 from tightfit.hardware.types import Cluster, NodeGroup
 from tightfit.planning.plan import Plan
 from tightfit.runs.metrics import Record
 from tightfit.runs.run_folder import RunFolder
-
-BACKENDS = {
-    "slurm": "tightfit.clusters.slurm.backend:SlurmBackend",
-    "k8s": "tightfit.clusters.kubernetes.backend:KubernetesBackend",
-    "kubernetes": "tightfit.clusters.kubernetes.backend:KubernetesBackend",
-    "here": "tightfit.clusters.local.backend:LocalBackend",
-}
-"""The first word of `--on`, and the class behind it; imported when it is asked for."""
 
 
 class RunObserver(Protocol):
@@ -44,25 +38,21 @@ class RunObserver(Protocol):
         """Called a few times a second, whatever happens."""
 
 
+class SilentObserver:
+    """Shows nothing; a subclass overrides what it shows."""
+
+    def record(self, record: Record) -> None: ...
+    def line(self, line: str) -> None: ...
+    def say(self, text: str) -> None: ...
+    def tick(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterOptions:
+class ClusterOptions(SchedulerOptions):
     """Options of `submit` for the cluster. A backend refuses those that it does not list."""
 
     target: str = ""
     """What follows the colon of `--on`: a partition, a node pool, hardware."""
-    time_limit: str | None = None
-    account: str | None = None
-    qos: str | None = None
-    constraint: str | None = None
-    reservation: str | None = None
-    kind: str | None = None
-    """`job` or `trainjob`; None: the backend chooses."""
-    context: str | None = None
-    namespace: str | None = None
-    stage: bool = False
-    """Each pod copies the model to its RAM disk first."""
-    write: Path | None = None
-    """Write the objects to this file; nothing is applied."""
     is_offline: bool = False
     """Nothing is applied, and the hardware is stated: the cluster need not be asked."""
 
@@ -139,7 +129,7 @@ class ClusterBackend(Protocol):
     takes: ClassVar[frozenset[str]]
     """Fields of `ClusterOptions` that it reads beside `target` and `time_limit`."""
     other_options: ClassVar[str]
-    """Where its users say what other backends have options for."""
+    """What its users do instead of giving an option of another backend."""
 
     def __init__(self, options: ClusterOptions, site: Site) -> None:
         """Check the options and connect; wrong options are refused before any work."""
@@ -147,26 +137,34 @@ class ClusterBackend(Protocol):
     def inventory(self) -> Cluster:
         """The nodes to plan for."""
 
-    def check_files(self, files: Mapping[str, Path]) -> list[str]:
+    def check_files(self, files: Mapping[str, Path]) -> list[str]:  # noqa: ARG002
         """Refuse files that the job would not see; notes on those that it may not see."""
+        return []
 
-    def is_remote(self, folder: Path) -> bool:
+    def is_remote(self, folder: Path) -> bool:  # noqa: ARG002
         """Whether the job sees the folder, and this machine does not."""
+        return False
 
     def translate_plan(self, plan: Plan) -> Plan:
         """A saved plan with its model's path as the job sees it."""
+        return plan
 
     def find_job(self, run: RunFolder) -> Job | None:
         """The run's job that is queued or running."""
 
-    def find_last_job(self, run: RunFolder) -> Job | None:
+    def find_last_job(self, run: RunFolder) -> Job | None:  # noqa: ARG002
         """The run's last job, over or not, where the cluster still knows how it ended."""
+        return None
+
+    def find_job_by_id(self, job_id: str) -> Job | None:
+        """A run's job by its number or name; None where it is over. Refuses other jobs."""
 
     def draft(self, spec: JobSpec) -> Draft:
         """The job as it would be submitted. Changes nothing."""
 
-    def check(self, draft: Draft) -> str | None:
-        """What the scheduler would do with the draft, in its own words; None: it cannot tell."""
+    def check(self, draft: Draft) -> str | None:  # noqa: ARG002
+        """What the scheduler would do with the draft, in its own words; None: unknown."""
+        return None
 
     def submit(self, draft: Draft) -> Job:
         """Submit; the run folder is written by now. Refuses a second job for one run."""
@@ -179,7 +177,7 @@ class ClusterBackend(Protocol):
 
 
 def open_backend(name: str, options: ClusterOptions, site: Site) -> ClusterBackend:
-    """The backend that `name` stands for, with its options checked."""
+    """The backend called `name`, with its options checked."""
     kind = find_backend(name)
     _refuse_foreign_options(kind, options)
     return kind(options, site)
@@ -189,31 +187,17 @@ def find_backend(name: str) -> type[ClusterBackend]:
     if name not in BACKENDS:
         raise UsageError(
             f"`--on {name[:60]}` is no cluster that takes jobs.",
-            remedy="--on slurm:PARTITION, --on k8s, or --on here    (this machine)",
+            remedy=f"--on {name_clusters()}; slurm:gpu names a partition",
         )
     module, _, attribute = BACKENDS[name].partition(":")
     found: type[ClusterBackend] = getattr(import_module(module), attribute)
     return found
 
 
-OPTION_NAMES = {
-    "account": "--account",
-    "qos": "--qos",
-    "constraint": "--constraint",
-    "reservation": "--reservation",
-    "kind": "--as",
-    "context": "--context",
-    "namespace": "--namespace",
-    "stage": "--stage",
-    "write": "--write",
-}
-"""Fields of `ClusterOptions` that only some backends take."""
-
-
 def _refuse_foreign_options(kind: type[ClusterBackend], options: ClusterOptions) -> None:
-    for name, option in OPTION_NAMES.items():
-        if getattr(options, name) and name not in kind.takes:
+    for name, option in list_declared(SchedulerOptions).items():
+        if getattr(options, name) and name not in (*kind.takes, "time_limit"):
             owner = next(
                 other.title for other in map(find_backend, BACKENDS) if name in other.takes
             )
-            raise UsageError(f"`{option}` is for {owner}.", remedy=kind.other_options)
+            raise UsageError(f"`{option.name}` is for {owner}.", remedy=kind.other_options)

@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from tightfit.core.errors import SetupError
+from tightfit.core.files import nearest_folder
 from tightfit.core.units import GIB, render_bytes
 from tightfit.planning.plan import Plan
 
@@ -31,7 +33,7 @@ MIN_RESTARTS = 10
 def estimate_memory_request(plan: Plan, *, most_bytes: int | None) -> int:
     """Host memory per node with its margin, in whole GiB; never below the prediction itself.
 
-    `most_bytes` is what a node can give. None: nobody told.
+    `most_bytes` is what a node can give. None: unknown.
     """
     needed = plan.estimate.host.peak_bytes
     if plan.hardware.node.gpu.is_cpu:  # what would lie on a card lies in the same memory
@@ -87,10 +89,13 @@ def check_space(folder: Path, plan: Plan) -> int:
     What an earlier start of the same run has written is counted as there for the taking.
     """
     needed = estimate_run_bytes(plan)
-    home = _nearest_existing(folder)
+    home = nearest_folder(folder)
     free = shutil.disk_usage(home).free
-    held = _measure_folder(folder)
-    if free + held < needed:
+    written = 0
+    for path in folder.rglob("*"):
+        with suppress(OSError):  # removed meanwhile
+            written += path.stat().st_size if path.is_file() else 0
+    if free + written < needed:
         raise SetupError(
             f"The run will write {render_bytes(needed)} (checkpoints and the tuned model), but "
             f"{home} has {render_bytes(free)} free.",
@@ -101,20 +106,3 @@ def check_space(folder: Path, plan: Plan) -> int:
             f"Cannot write in {home}.", remedy="choose a folder that is writable: --output FOLDER"
         )
     return free
-
-
-def _nearest_existing(folder: Path) -> Path:
-    path = folder.absolute()
-    while not path.is_dir() and path != path.parent:
-        path = path.parent
-    return path
-
-
-def _measure_folder(folder: Path) -> int:
-    total = 0
-    for path in folder.rglob("*") if folder.is_dir() else ():
-        try:
-            total += path.stat().st_size if path.is_file() else 0
-        except OSError:
-            continue
-    return total

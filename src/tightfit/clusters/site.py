@@ -1,4 +1,4 @@
-"""site.yaml: what every job of a site needs and no job says: account, modules, container, volumes.
+"""site.yaml: what every job of a site needs: account, modules, container, volumes.
 
 docs/site.example.yaml has every key with a comment.
 """
@@ -51,7 +51,7 @@ Lines = Annotated[tuple[Text, ...], BeforeValidator(_as_lines)]
 
 
 class SlurmSite(Frozen):
-    """What `sbatch` is told beside what the plan says. An option of `submit` wins."""
+    """Options of `sbatch` that the plan does not determine. An option of `submit` wins."""
 
     account: Text | None = None
     partition: Text | None = None
@@ -62,7 +62,7 @@ class SlurmSite(Frozen):
     extra: Lines = ()
     """Raw options of sbatch, like `--exclusive`."""
     warn_seconds: int = Field(default=120, gt=0, le=MAX_WARN_SECONDS)
-    """How long before the time limit a job is told to save."""
+    """How long before the time limit a job is asked to save."""
 
     @field_validator("account", "partition", "qos", "reservation")
     @classmethod
@@ -143,7 +143,7 @@ class Site(Frozen):
     runs: Text | None = None
     """Folder for runs that every node sees."""
     shared: Lines = ()
-    """More folders that every node sees, where that cannot be told from here."""
+    """More folders that every node sees, where that does not show from here."""
     stage_to: Text | None = None
     """Where `stage` puts models on each node."""
     slurm: SlurmSite = SlurmSite()
@@ -178,6 +178,12 @@ class Site(Frozen):
         return self.python or (sys.executable if self.container is None else "python3")
 
     @property
+    def python_argv(self) -> list[str]:
+        """The interpreter on a node, after the container's own command where there is one."""
+        is_prefix = self.container is not None and self.container_image is None
+        return [*(shlex.split(self.container or "") if is_prefix else []), self.interpreter]
+
+    @property
     def container_image(self) -> str | None:
         """For Pyxis; None where `container` is a command to stand in front."""
         return self.container if self.container and " " not in self.container else None
@@ -197,8 +203,8 @@ def read_site(path: Path | None = None) -> Site:
     if document.value is None:
         return Site()
     if not isinstance(document.value, dict):
-        said = f"expected `key: value` lines, found {describe_value(document.value)}."
-        raise _refused(document, [said])
+        problem = f"expected `key: value` lines, found {describe_value(document.value)}."
+        raise _refused(document, [problem])
     try:
         # Strict JSON mode: text is never taken for a number.
         return Site.model_validate_json(json.dumps(_stated(document.value)), strict=True)

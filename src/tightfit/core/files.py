@@ -1,17 +1,20 @@
-"""Files and folders that are whole or not there: atomic writes, and the cache folder."""
+"""Files and folders that are whole or not there: atomic writes, locks, the cache folder."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
+import json
 import os
 import secrets
 import shlex
 import shutil
+import socket
 import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tightfit.core.errors import InvalidInputError, SetupError, UsageError
@@ -210,30 +213,30 @@ def _umask() -> int:
 
 
 def _sync_folder(folder: Path) -> None:
-    try:
-        handle = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return  # some file systems do not open folders; the rename itself is done
-    try:
-        os.fsync(handle)
-    except OSError:
-        pass
-    finally:
-        os.close(handle)
+    with suppress(OSError):  # some file systems do not open folders; the rename itself is done
+        sync(folder)
 
 
 def _shell(path: Path) -> str:
     return shlex.quote(str(path))
 
 
-def _cannot_write(path: Path, fault: OSError) -> SetupError:
+def _cannot_write(path: Path, error: OSError) -> SetupError:
     return SetupError(
-        f"Cannot write {str(path)!r}: {fault.strerror or fault}.",
+        f"Cannot write {str(path)!r}: {error.strerror or error}.",
         remedy="choose a folder that is writable and has free space",
     )
 
 
 # Where things that can be made again are kept: encoded data, unpacked models.
+
+
+def nearest_folder(path: Path) -> Path:
+    """The folder itself, or the nearest one above it that is there."""
+    home = path.absolute()
+    while not home.is_dir() and home != home.parent:
+        home = home.parent
+    return home
 
 
 def cache_folder() -> Path:
@@ -254,3 +257,107 @@ def cache_folder() -> Path:
             "There is no home folder to keep encoded data in.",
             remedy="export TIGHTFIT_CACHE=/a/folder/with/space",
         ) from error
+
+
+# File locks: one process at a time. The kernel releases a lock when its holder ends, however.
+
+_UNSUPPORTED = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)
+"""From a file system without locks, as Lustre is often mounted."""
+_SHORTEST_POLL_SECONDS = 0.05
+_LONGEST_POLL_SECONDS = 1.0
+
+
+def take_lock(
+    descriptor: int, *, wait_seconds: float | None = 0.0, is_required: bool = True
+) -> bool:
+    """Lock an open file; False if another process still holds it after `wait_seconds`.
+
+    `wait_seconds=None` waits without limit. With `is_required=False`, a file system that has
+    no locks counts as locked; otherwise its OSError is raised.
+    """
+    try:
+        if wait_seconds is None:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            return True
+        return _poll(descriptor, wait_seconds)
+    except OSError as error:
+        if is_required or error.errno not in _UNSUPPORTED:
+            raise
+        return True
+
+
+def _poll(descriptor: int, wait_seconds: float) -> bool:
+    end = time.monotonic() + wait_seconds
+    pause = min(max(wait_seconds / 100, _SHORTEST_POLL_SECONDS), _LONGEST_POLL_SECONDS)
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):  # EACCES: a lock held by another NFS client
+            if time.monotonic() >= end:
+                return False
+            time.sleep(pause)
+        else:
+            return True
+
+
+def open_locked(
+    path: Path,
+    *,
+    wait_seconds: float | None = 0.0,
+    is_required: bool = True,
+    mode: int = 0o644,
+    flags: int = 0,
+) -> int | None:
+    """A descriptor of `path`, made if missing, that holds its lock; None if another process does.
+
+    The holder may replace or remove the file while we wait, so the file that was locked is
+    compared with the one at `path`, and opened again if they differ.
+    """
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | flags, mode)
+        try:
+            if not take_lock(descriptor, wait_seconds=wait_seconds, is_required=is_required):
+                os.close(descriptor)
+                return None
+            if os.path.samestat(os.fstat(descriptor), os.stat(path)):  # noqa: PTH116
+                return descriptor
+        except FileNotFoundError:
+            pass
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+
+
+def write_holder(descriptor: int) -> None:
+    """Name this process in a lock file that it holds, for `read_holder`."""
+    holder = {"pid": os.getpid(), "host": socket.gethostname()}
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+
+
+def read_holder(path: Path) -> tuple[int, str] | None:
+    """The process and host that a lock file names; None where it names none."""
+    try:
+        holder = json.loads(path.read_bytes())
+        return int(holder["pid"]), str(holder["host"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+@contextmanager
+def locked_file(
+    path: Path,
+    *,
+    wait_seconds: float | None = 0.0,
+    is_required: bool = True,
+    mode: int = 0o644,
+) -> Iterator[int]:
+    """Hold the lock of `path` inside the block; BlockingIOError if another process holds it."""
+    descriptor = open_locked(path, wait_seconds=wait_seconds, is_required=is_required, mode=mode)
+    if descriptor is None:
+        raise BlockingIOError(errno.EWOULDBLOCK, "locked by another process", str(path))
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)

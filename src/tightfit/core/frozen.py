@@ -6,9 +6,10 @@ from pydantic import BaseModel, ConfigDict
 
 
 class Frozen(BaseModel):
-    """Immutable; an unknown key is an error."""
+    """Immutable; an unknown key is an error. Validators are built at first use: most classes that a
+    command loads make no object in it."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
 
 
 class FiniteFrozen(Frozen):

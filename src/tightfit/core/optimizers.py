@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Literal
+
+from tightfit.core.dtypes import RecordEnum
 
 BLOCKWISE_STATE_BYTES = 2 + 2 * 4 / 256
 """Two 8-bit moments, each with an fp32 scale per 256 values. Source: arXiv:2110.02861."""
@@ -48,11 +49,18 @@ class OptimizerRecord:
     needs_triton: bool = False
     fsdp_problem: str = ""
     """Why it cannot step on FSDP's shards; empty where it can."""
+    fsdp_source: str = ""
     zero_problem: str = ""
     """The same of DeepSpeed's ZeRO."""
     offload_problem: str = ""
     """The same of state in host memory."""
     cpu_problem: str = ""
+
+    # Learning: the peak rate where none is stated
+    full_rate: float = 2e-5
+    """Stanford Alpaca's full tuning of 7B (github.com/tatsu-lab/stanford_alpaca, README)."""
+    lora_rate: float = 2e-4
+    """QLoRA's for models up to 13B (arXiv:2305.14314, table 9)."""
 
     # Choosing
     handicap: float = 1.0
@@ -63,22 +71,14 @@ class OptimizerRecord:
 
 
 _8BIT_FSDP = "8-bit optimizers fail on FSDP's sharded tensors (illegal memory access)"
-"""github.com/bitsandbytes-foundation/bitsandbytes/issues/1633."""
+_8BIT_FSDP_SOURCE = "https://github.com/bitsandbytes-foundation/bitsandbytes/issues/1633"
 _WHOLE_TENSORS = "adamw-kernel updates whole tensors on one GPU: use adamw for sharded state"
 
 
-class Optimizer(str, Enum):
+class Optimizer(RecordEnum):
     """The update rule and its implementation; the implementation decides the step's temporaries."""
 
     record: OptimizerRecord
-
-    def __new__(cls, name: str, record: OptimizerRecord | None = None) -> Optimizer:
-        # Type checkers take `Optimizer("adamw")`, which looks a member up, for a call of this.
-        assert record is not None
-        member = str.__new__(cls, name)
-        member._value_ = name
-        member.record = record
-        return member
 
     # AdamW took 6.0e-12 s per bf16 and 8.9e-12 s per fp32 parameter fused, 14.1 and 23.0e-12 s
     # foreach, on an H200 (h200_rates.json). A plain count is 7 values, which our kernel takes.
@@ -95,6 +95,7 @@ class Optimizer(str, Enum):
             update_bytes=(0.0, 7.0),
             needs_triton=True,
             fsdp_problem=_WHOLE_TENSORS,
+            fsdp_source="tightfit/runtime/kernels/adamw.py",
             zero_problem=_WHOLE_TENSORS,
             cpu_problem="adamw-kernel is written in Triton, which runs on GPUs; adamw is torch's "
             "own",
@@ -120,6 +121,7 @@ class Optimizer(str, Enum):
             seconds_per_param=EIGHT_BIT_SECONDS_PER_PARAM,
             min_capability=(6, 0),
             fsdp_problem=_8BIT_FSDP,
+            fsdp_source=_8BIT_FSDP_SOURCE,
             offload_problem="an offloaded optimizer steps on the CPU; adamw-8bit steps on the GPU",
             handicap=1.05,
             lever="8-bit optimizer state",
@@ -136,6 +138,7 @@ class Optimizer(str, Enum):
             seconds_per_param=EIGHT_BIT_SECONDS_PER_PARAM,
             min_capability=(6, 0),
             fsdp_problem=_8BIT_FSDP,
+            fsdp_source=_8BIT_FSDP_SOURCE,
             offload_problem="an offloaded optimizer steps on the CPU; adamw-paged-8bit steps on "
             "the GPU",
             handicap=1.08,
@@ -150,6 +153,12 @@ class Optimizer(str, Enum):
             options={"momentum": 0.9},
             state_values=1,
             update_bytes=(0.0, 8.0),
+            # Steps are as large as gradients, and AdamW's rates teach it nothing. LOMO tunes 7B by
+            # SGD at 0.03 with gradients clipped to 1 (github.com/OpenLMLab/LOMO,
+            # config/args_lomo.yaml); a momentum of 0.9 makes steps ten times as long.
+            # For LoRA no published rate: one that moves weights about as far as AdamW's does.
+            full_rate=3e-3,
+            lora_rate=3e-2,
             costs_quality=True,
         ),
     )
@@ -163,7 +172,13 @@ class Optimizer(str, Enum):
             update_bytes=(60.0, 12.0),
             fsdp_problem="torch's Adafactor takes sums over rows and columns, which fail on FSDP's "
             "shards",
+            fsdp_source="torch/optim/_adafactor.py, 2.13",
             zero_problem="ZeRO flattens weights, which leaves Adafactor no rows and columns",
+            # A share of each matrix's root mean square. T5's for full tuning (arXiv:1910.10683,
+            # section 3.1.2); LoRA's `B` begins at zero, where shares are those of 1e-3: no
+            # published rate, but one that moves weights about as far as AdamW's does.
+            full_rate=1e-3,
+            lora_rate=5e-2,
             handicap=1.25,
             costs_quality=True,
         ),

@@ -1,15 +1,16 @@
-"""Packages that a verb needs, checked before it starts."""
+"""The version of this package, and the packages that a verb needs, checked before it starts."""
 
 from __future__ import annotations
 
 from tightfit.core.errors import SetupError
 
+__version__ = "0.1.0"
 TRACING = ("torch", "transformers", "peft")
 """What a trace runs."""
 
 
 def has_packages(*names: str) -> bool:
-    """Told without importing any of them."""
+    """Whether all are installed; none is imported."""
     from importlib.util import find_spec
 
     return all(find_spec(name) is not None for name in names)

@@ -1,92 +1,97 @@
-"""Recipe: what a user wants done, in one YAML file; all its faults reported at once."""
+"""Recipe: what a user wants done, in one YAML file; all its errors are reported at once."""
 
 from __future__ import annotations
 
 import json
-from enum import Enum
+import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
-from pydantic import (
-    Field,
-    ValidationError,
-    create_model,
-    model_validator,
-)
+from annotated_types import Gt, Le
+from pydantic import ValidationError, create_model, model_validator
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError
 from tightfit.core.frozen import FiniteFrozen
-from tightfit.core.settings import RENAMED_SETTINGS, list_settings
-from tightfit.core.strategy import MAX_SEQ_LEN, Method, Strategy
-from tightfit.core.training import (
-    DEFAULT_LEARNING_RATES,
-    DataSource,
+from tightfit.core.optimizers import Optimizer
+from tightfit.core.settings import (
+    MAX_SEQ_LEN,
+    RENAMED_SETTINGS,
+    JobSettings,
+    Method,
     Name,
-    Schedule,
-    Training,
-    TrainOn,
+    RecipeMethod,
+    StrategySettings,
+    TrainingSettings,
+    list_settings,
 )
-from tightfit.core.validation import KeyPath, describe_validation_errors, describe_value, dotted
+from tightfit.core.strategy import DataSource, Strategy, Training, default_learning_rate
+from tightfit.core.text import count_of
+from tightfit.core.validation import (
+    KeyPath,
+    describe_validation_errors,
+    describe_value,
+    dotted,
+    keys_at,
+)
 
 if TYPE_CHECKING:
     from tightfit.core.yaml_text import YamlDocument
 
-MAX_COUNT = 10**9
-Count = Annotated[int, Field(gt=0, le=MAX_COUNT)]
-
-
-class RecipeMethod(str, Enum):
-    """What to train; `auto` leaves it to the planner."""
-
-    AUTO = "auto"
-    FULL = "full"
-    LORA = "lora"
-    QLORA = "qlora"
-    """LoRA on 4-bit base weights."""
-
-
-class LoraChoice(FiniteFrozen):
-    """The adapter. What is left out, the planner or the trainer chooses."""
-
-    rank: int | None = Field(default=None, gt=0, le=65_536)
-    alpha: float | None = Field(default=None, gt=0, le=10**6)
-    dropout: float | None = Field(default=None, ge=0, lt=1)
-    targets: tuple[Name, ...] | None = Field(default=None, min_length=1)
-    """Module name suffixes, or the single word `all-linear`."""
-    rslora: bool | None = None
-    dora: bool | None = None
-
-
-TOP_LEVEL_HOMES = {
+_RECIPE_KEYS = {
     name: declared.setting.recipe_key
-    for name, declared in list_settings().items()
+    for declaring in (StrategySettings, TrainingSettings)
+    for name, declared in list_settings(declaring).items()
     if declared.setting.recipe_key
 }
-"""Strategy fields that a recipe writes elsewhere, and where."""
+"""Settings that a recipe states elsewhere than under `strategy` or at the top, and where."""
+TOP_LEVEL_HOMES = {name: key for name, key in _RECIPE_KEYS.items() if name in list_settings()}
+"""Those of a strategy."""
+_LORA_KEYS = {
+    name: key.removeprefix("lora.") for name, key in _RECIPE_KEYS.items() if key.startswith("lora.")
+}
 
 
-def _overrides_model() -> type[FiniteFrozen]:
-    """All other Strategy fields, each optional: a new Strategy field can be overridden at once."""
-    fields: dict[str, Any] = {}
-    for name, info in Strategy.model_fields.items():
-        if name not in TOP_LEVEL_HOMES:
-            kind: Any = info.annotation
-            for limit in info.metadata:
-                kind = Annotated[kind, limit]
-            fields[name] = (kind | None, None)
-    return create_model("StrategyOverrides", __base__=FiniteFrozen, **fields)
+def _make_optional(name: str, *declaring: type, keys: dict[str, str]) -> type[FiniteFrozen]:
+    """A model of these settings, none of which needs to be stated, under the names in `keys`."""
+    hints: dict[str, Any] = {}
+    for settings in declaring:
+        hints |= get_type_hints(settings, include_extras=True)
+    fields: dict[str, Any] = {keys[one]: (hints[one] | None, None) for one in hints if one in keys}
+    return create_model(name, __base__=FiniteFrozen, **fields)
+
+
+def _names(*declaring: type) -> dict[str, str]:
+    names = [name for settings in declaring for name in settings.__annotations__]
+    return {name: name for name in names if name not in _RECIPE_KEYS}
 
 
 if TYPE_CHECKING:
 
+    class LoraChoice(FiniteFrozen):
+        """The adapter. What is left out, the planner or the trainer chooses."""
+
+        rank: int | None = None
+        alpha: float | None = None
+        targets: tuple[str, ...] | None = None
+        rslora: bool | None = None
+
     class StrategyOverrides(FiniteFrozen):
-        """For type checkers; the fields are made from Strategy's."""
+        """Any other setting of the strategy."""
+
+    class _Stated(JobSettings, TrainingSettings):
+        """The learning side."""
 else:
-    StrategyOverrides = _overrides_model()
+    LoraChoice = _make_optional("LoraChoice", StrategySettings, TrainingSettings, keys=_LORA_KEYS)
+    StrategyOverrides = _make_optional(
+        "StrategyOverrides", Strategy, keys=_names(StrategySettings) | {"quirks": "quirks"}
+    )
+    _Stated = _make_optional(
+        "Stated", JobSettings, TrainingSettings, keys=_names(JobSettings, TrainingSettings)
+    )
 
 
-class Recipe(FiniteFrozen):
+class Recipe(_Stated):
     """A job as the user states it. `None` means: not stated, the planner decides."""
 
     model: Name
@@ -96,34 +101,13 @@ class Recipe(FiniteFrozen):
     method: RecipeMethod = RecipeMethod.AUTO
     on: Name | None = None
     """Hardware in words: `4xV100-32GB`, `here`, `slurm:gpu`, or a cluster file."""
-    seq_len: int | None = Field(default=None, gt=0, le=MAX_SEQ_LEN)
-    epochs: float | None = Field(default=None, gt=0, le=10_000)
-    max_steps: Count | None = None
-    effective_batch: int | None = Field(default=None, gt=0, le=10**7)
-    """Sequences per optimizer step over all GPUs."""
-    learning_rate: float | None = Field(default=None, gt=0, le=10)
-    schedule: Schedule | None = None
-    warmup_fraction: float | None = Field(default=None, ge=0, le=1)
-    weight_decay: float | None = Field(default=None, ge=0, le=1)
-    max_grad_norm: float | None = Field(default=None, gt=0, le=10**6)
-    seed: int | None = Field(default=None, ge=0, lt=2**32)
-    shuffle: bool | None = None
-    template: Name | None = None
-    """A named template or a Jinja file, in place of the tokenizer's own."""
-    train_on: TrainOn | None = None
-    eval_fraction: float | None = Field(default=None, ge=0, le=0.5)
-    """Share of the training rows held back for evaluation."""
-    eval_every: Count | None = None
-    save_every: Count | None = None
-    keep_checkpoints: int | None = Field(default=None, ge=0, le=MAX_COUNT)
-    log_to: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] | None = None
+    seq_len: Annotated[int, Gt(0), Le(MAX_SEQ_LEN)] | None = None
     packing: bool | None = None
     """`auto` in YAML is the same as leaving it out."""
     lora: LoraChoice = LoraChoice()
+    """The adapter."""
     strategy: StrategyOverrides = StrategyOverrides()
-    """Fixes any other choice of the planner; see `core/strategy.py`."""
-    random_weights: bool | None = None
-    """Draw the base weights instead of reading them: for measuring a shape on a card."""
+    """Fixes any other choice of the planner."""
     output: Name | None = None
     """Folder for the run."""
 
@@ -144,10 +128,6 @@ class Recipe(FiniteFrozen):
         """One, where neither epochs nor steps are stated."""
         return 1.0 if self.epochs is None else self.epochs
 
-    @property
-    def training_paths(self) -> tuple[Path, ...]:
-        return tuple(Path(item.path) for item in self.data if item.split == "train")
-
     def fixed_strategy(self) -> dict[str, Any]:
         """Strategy fields that the user has fixed, by name, in Strategy's own types."""
         fixed: dict[str, Any] = {name: value for name, value in self.strategy if value is not None}
@@ -156,45 +136,28 @@ class Recipe(FiniteFrozen):
         if self.method is not RecipeMethod.AUTO:
             is_full = self.method is RecipeMethod.FULL
             fixed["method"] = Method.FULL if is_full else Method.LORA
-        stated = {
-            "seq_len": self.seq_len,
-            "packing": self.packing,
-            "lora_rank": self.lora.rank,
-            "lora_targets": self.lora.targets,
-            "lora_dropout": self.lora.dropout,
-            "dora": self.lora.dora,
+        stated = {"seq_len": self.seq_len, "packing": self.packing}
+        stated |= {
+            name: getattr(self.lora, key)
+            for name, key in _LORA_KEYS.items()
+            if name in TOP_LEVEL_HOMES
         }
         return fixed | {name: value for name, value in stated.items() if value is not None}
 
 
-_SAME_IN_TRAINING = (
-    "data",
-    "eval_fraction",
-    "template",
-    "train_on",
-    "schedule",
-    "warmup_fraction",
-    "weight_decay",
-    "max_grad_norm",
-    "max_steps",
-    "shuffle",
-    "seed",
-    "save_every",
-    "keep_checkpoints",
-    "eval_every",
-    "log_to",
-    "random_weights",
-)
-"""Fields that Recipe and Training call alike; Training holds their defaults."""
-
-
-def make_training(recipe: Recipe, *, method: Method, model_path: Path | str) -> Training:
+def make_training(
+    recipe: Recipe,
+    *,
+    method: Method,
+    model_path: Path | str,
+    optimizer: Optimizer = Optimizer.ADAMW,
+) -> Training:
     """The recipe's learning side, with defaults where it says nothing."""
-    stated = {name: getattr(recipe, name) for name in _SAME_IN_TRAINING}
+    stated = {name: getattr(recipe, name) for name in ("data", *_names(TrainingSettings))}
     stated |= {"lora_alpha": recipe.lora.alpha, "rslora": recipe.lora.rslora}
     return Training(
         model_path=str(model_path),
-        learning_rate=recipe.learning_rate or DEFAULT_LEARNING_RATES[method],
+        learning_rate=recipe.learning_rate or default_learning_rate(method, optimizer),
         **{name: value for name, value in stated.items() if value is not None},
     )
 
@@ -204,8 +167,11 @@ def read_recipe(path: Path | str) -> Recipe:
     from tightfit.core.yaml_text import read_yaml  # most commands name a model and read none
 
     document = read_yaml(Path(path))
+    if document.value is None:
+        raise _refused(document, ["it is empty."])
     if not isinstance(document.value, dict):
-        raise _refused(document, [_not_a_recipe(document.value)])
+        found = describe_value(document.value)
+        raise _refused(document, [f"expected `key: value` lines, found {found}."])
     errors: list[str] = []
     plain = _plain(document.value, (), document, errors)
     try:
@@ -215,7 +181,8 @@ def read_recipe(path: Path | str) -> Recipe:
         homes = {f"strategy.{name}": home for name, home in TOP_LEVEL_HOMES.items()}
         homes |= {f"strategy.{old}": f"strategy.{new}" for old, new in RENAMED_SETTINGS.items()}
         errors += describe_validation_errors(error, Recipe, lines=document.lines, homes=homes)
-        raise _refused(document, errors) from error
+        unknown = [item["loc"] for item in error.errors() if item["type"] == "extra_forbidden"]
+        raise _refused(document, errors, inside=unknown[0][:-1] if unknown else ()) from error
     if errors:
         raise _refused(document, errors)
     return _with_paths_from(recipe, document.path.parent)
@@ -225,21 +192,21 @@ _MAX_DEPTH = 16
 _MAX_BITS = 200
 
 
-def _plain(value: Any, place: KeyPath, document: YamlDocument, faults: list[str]) -> Any:
+def _plain(value: Any, place: KeyPath, document: YamlDocument, errors: list[str]) -> Any:
     """The value in JSON's types alone, with unstated (empty) values left out."""
     if len(place) <= _MAX_DEPTH and isinstance(value, dict):
         plain = {}
         for key, item in value.items():
             inner = (*place, str(key))
             if not isinstance(key, str):
-                faults.append(_at(inner, document) + "is a key that is not text.")
-            elif (kept := _plain(item, inner, document, faults)) is not None:
+                errors.append(_at(inner, document) + "is a key that is not text.")
+            elif (kept := _plain(item, inner, document, errors)) is not None:
                 plain[key] = kept
         return plain
     if len(place) <= _MAX_DEPTH and isinstance(value, list):
-        return [_plain(item, (*place, at), document, faults) for at, item in enumerate(value)]
+        return [_plain(item, (*place, at), document, errors) for at, item in enumerate(value)]
     if problem := _not_plain(value):
-        faults.append(f"{_at(place, document)}{problem}.")
+        errors.append(f"{_at(place, document)}{problem}.")
         return None
     # JSON takes no half of a surrogate pair, which YAML can write by its number.
     return value.encode("utf-8", "replace").decode("utf-8") if isinstance(value, str) else value
@@ -288,9 +255,15 @@ def _spell_source(item: Any) -> Any:
 def _with_paths_from(recipe: Recipe, folder: Path) -> Recipe:
     def resolved(text: str) -> str:
         try:
-            return str(folder / Path(text).expanduser())
+            path = folder / Path(text).expanduser()
         except RuntimeError:  # `~somebody` without such a user
-            return str(folder / text)
+            path = folder / text
+        # `a/..` is left out, unless `a` is a link, from which `..` leads elsewhere.
+        short = Path(os.path.normpath(path))
+        try:
+            return str(short if short.resolve() == path.resolve() else path)
+        except ValueError:  # a NUL, which no path has: whoever opens it says so
+            return str(path)
 
     is_path = recipe.model.startswith(("./", "../", "~/"))
     return recipe.model_copy(
@@ -304,16 +277,14 @@ def _with_paths_from(recipe: Recipe, folder: Path) -> Recipe:
     )
 
 
-def _not_a_recipe(value: Any) -> str:
-    if value is None:
-        return "it is empty."
-    return f"expected `key: value` lines, found {describe_value(value)}."
-
-
-def _refused(document: YamlDocument, faults: list[str]) -> InvalidInputError:
-    count = "1 fault" if len(faults) == 1 else f"{len(faults)} faults"
+def _refused(
+    document: YamlDocument, errors: list[str], *, inside: KeyPath = ()
+) -> InvalidInputError:
+    """`inside`: where the first unknown key stands, whose keys the remedy lists."""
+    count = count_of(len(errors), "error")
     advice = "write some lines" if document.value is None else "correct the lines above"
+    whose = f"the keys of `{dotted(inside)}`" if inside else "a recipe's keys"
     return InvalidInputError(
-        "\n".join([f"{document.path} has {count}:", *(f"  {error}" for error in faults)]),
-        remedy=f"{advice}; a recipe's keys are {', '.join(Recipe.model_fields)}",
+        "\n".join([f"{document.path} has {count}:", *(f"  {error}" for error in errors)]),
+        remedy=f"{advice}; {whose} are {', '.join(keys_at(Recipe, inside))}",
     )

@@ -1,20 +1,22 @@
-"""The settings of a strategy, each declared once: type, bounds, default, help, and how it is used.
+"""The settings of a job, each declared once: type, bounds, default, help, and how it is used.
 
 Light on purpose, without pydantic: the command line derives options, words and completion from
-these before anything heavy is loaded. `core/strategy.py` makes the validated model of them.
+these before anything heavy is loaded. `Strategy`, `Training` and `Recipe` are the models of them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from enum import Enum
-from functools import cache, cached_property
-from typing import TYPE_CHECKING, Annotated, Any, cast, get_args, get_type_hints
+from functools import cache, cached_property, partial
+from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 
+from tightfit.core.attention import Attention
 from tightfit.core.dtypes import Dtype
 from tightfit.core.optimizers import Optimizer
+from tightfit.core.trackers import TRACKERS, TrackerName
 
 if TYPE_CHECKING:
     from tightfit.core.frozen import Frozen as _Declared
@@ -26,7 +28,12 @@ MAX_SEQ_LEN = 16_777_216
 MAX_WORLD_SIZE = 65_536
 MAX_LORA_RANK = 65_536
 MAX_LOSS_CHUNK_FACTOR = 1024
+MAX_COUNT = 10**9
 ALL_LINEAR = "all-linear"
+UNQUANTIZED = ("fp32", "fp16", "bf16")
+
+Name = Annotated[str, MinLen(1), MaxLen(4096)]
+Count = Annotated[int, Gt(0), Le(MAX_COUNT)]
 
 
 class Method(str, Enum):
@@ -95,14 +102,6 @@ class Offload(str, Enum):
         return self in (Offload.PARAMS, Offload.ALL)
 
 
-class Attention(str, Enum):
-    """How attention is computed: with an S x S matrix in memory, or without."""
-
-    EAGER = "eager"
-    SDPA = "sdpa"
-    FLASH = "flash"
-
-
 class Loss(str, Enum):
     """How much of the logits exists at a time, and in which precision."""
 
@@ -116,12 +115,38 @@ class Loss(str, Enum):
     """Logits a slice at a time, head and loss in one kernel."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule(str, Enum):
+    """How the learning rate goes from its peak, after the warm-up, to its end."""
+
+    COSINE = "cosine"
+    LINEAR = "linear"
+    CONSTANT = "constant"
+
+
+class TrainOn(str, Enum):
+    """Which tokens carry loss."""
+
+    ANSWERS = "answers"
+    ALL = "all"
+
+
+class RecipeMethod(str, Enum):
+    """What to train, as a user says it; `auto` leaves it to the planner."""
+
+    AUTO = "auto"
+    FULL = "full"
+    LORA = "lora"
+    QLORA = "qlora"
+    """LoRA on 4-bit base weights."""
+
+
+@dataclass(frozen=True, slots=True)
 class Setting:
-    """What a field of the strategy is for."""
+    """What a setting is for."""
 
     help: str
     """One line of `--help`."""
+    _: KW_ONLY
     changes_learning: bool = False
     """It decides what is learnt: a run that goes on with other hardware keeps it."""
     is_searched: bool = True
@@ -129,92 +154,68 @@ class Setting:
     is_of_adapters: bool = False
     """Of no meaning without adapters."""
     recipe_key: str = ""
-    """Where a recipe states it, if not under `strategy`."""
+    """Where a recipe states it: if not under `strategy`, or not at the top."""
     words: tuple[str, ...] = ()
     """What an option of its own accepts, where that is less than the type."""
+    metavar: str = ""
     example: str = ""
     """A value that works, for messages."""
+
+
+_of_job = partial(Setting, changes_learning=True, is_searched=False)
+"""A setting that decides what is learnt, and that the planner takes from the job."""
 
 
 class StrategySettings(_Declared):
     """Every setting of a strategy. `Strategy` is the model that checks them."""
 
-    method: Annotated[
-        Method,
-        Setting(
-            help="What is trained", changes_learning=True, is_searched=False, recipe_key="method"
-        ),
-    ] = Method.LORA
+    method: Annotated[Method, _of_job("What is trained", recipe_key="method")] = Method.LORA
     weights: Annotated[
-        Dtype,
-        Setting(help="How base weights are stored. [default: by card]", changes_learning=True),
+        Dtype, Setting("How base weights are stored. [default: by card]", changes_learning=True)
     ] = Dtype.BF16
-    """How the base weights are stored."""
-    double_quant: Annotated[
-        bool,
-        Setting(
-            help="Quantize nf4's scales too. [default: on]",
-            changes_learning=True,
-            is_searched=False,
-        ),
-    ] = True
-    """Quantize nf4's scales too."""
+    double_quant: Annotated[bool, _of_job("Quantize nf4's scales too. [default: on]")] = True
     upcast_unquantized: Annotated[
-        bool,
-        Setting(
-            help="Norms, embeddings and head in fp32 beside quantized weights. [default: off]",
-            changes_learning=True,
-            is_searched=False,
-        ),
+        bool, _of_job("Norms, embeddings and head in fp32 beside quantized weights. [default: off]")
     ] = False
-    """Keep norms, embeddings and head in fp32 beside quantized weights, as peft's
-    `prepare_model_for_kbit_training` does."""
+    """As peft's `prepare_model_for_kbit_training` does."""
     compute: Annotated[
         Dtype,
         Setting(
-            help="Arithmetic. [default: by weights and card]",
-            changes_learning=True,
-            words=("fp32", "fp16", "bf16"),
+            "Arithmetic. [default: by weights and card]", changes_learning=True, words=UNQUANTIZED
         ),
     ] = Dtype.BF16
-    """Arithmetic. Where it differs from unquantized `weights`, autocast does the casting."""
+    """Where it differs from unquantized `weights`, autocast does the casting."""
     autocast: Annotated[
         bool,
         Setting(
-            help="Autocast even where weights are 16 bit. [default: by card]", changes_learning=True
+            "Autocast even where weights are 16 bit. [default: by card]", changes_learning=True
         ),
     ] = False
-    """Run under autocast even where weights are 16 bit: fp32 adapters, which a gradient scaler
-    needs, then multiply in the compute dtype. fp32 weights imply it."""
+    """fp32 adapters, which a gradient scaler needs, then multiply in the compute dtype. fp32
+    weights imply it."""
     adapter_dtype: Annotated[
         Dtype,
         Setting(
-            help="LoRA weights. [default: by compute]",
+            "LoRA weights. [default: by compute]",
             changes_learning=True,
-            words=("fp32", "fp16", "bf16"),
+            words=UNQUANTIZED,
             is_of_adapters=True,
         ),
     ] = Dtype.BF16
-    """LoRA weights, and with them their gradients and optimizer state."""
+    """And with them their gradients and optimizer state."""
     lora_rank: Annotated[
         int,
         Gt(0),
         Le(MAX_LORA_RANK),
-        Setting(
-            help="Rank. [default: 16]",
-            changes_learning=True,
-            is_searched=False,
-            recipe_key="lora.rank",
-            example="16",
-        ),
+        _of_job("Rank. [default: 16]", recipe_key="lora.rank", example="16"),
     ] = 16
     lora_targets: Annotated[
-        tuple[str, ...],
-        Setting(
-            help="Names of the modules that get adapters. [default: all-linear]",
-            changes_learning=True,
-            is_searched=False,
+        tuple[Name, ...],
+        MinLen(1),
+        _of_job(
+            "Names of the modules that get adapters. [default: all-linear]",
             recipe_key="lora.targets",
+            metavar=f"A,B|{ALL_LINEAR}",
             example=ALL_LINEAR,
         ),
     ] = (ALL_LINEAR,)
@@ -223,48 +224,32 @@ class StrategySettings(_Declared):
         float,
         Ge(0),
         Lt(1),
-        Setting(
-            help="Dropout before each adapter. [default: 0]",
-            changes_learning=True,
-            is_searched=False,
-            recipe_key="lora.dropout",
-        ),
+        _of_job("Dropout before each adapter. [default: 0]", recipe_key="lora.dropout"),
     ] = 0.0
     """Each adapter then keeps a dropped copy of its input, and the mask."""
     dora: Annotated[
-        bool,
-        Setting(
-            help="Weight-decomposed LoRA. [default: off]",
-            changes_learning=True,
-            is_searched=False,
-            recipe_key="lora.dora",
-        ),
+        bool, _of_job("Weight-decomposed LoRA. [default: off]", recipe_key="lora.dora")
     ] = False
     """Train each target's column norms apart from its direction (arXiv:2402.09353)."""
     train_embeddings: Annotated[
-        bool,
-        Setting(
-            help="LoRA with fully trained embeddings and head.",
-            changes_learning=True,
-            is_searched=False,
-        ),
+        bool, _of_job("LoRA with fully trained embeddings and head. [default: off]")
     ] = False
-    """LoRA with fully trained embeddings and lm_head, for added tokens."""
+    """For added tokens."""
     optimizer: Annotated[
-        Optimizer, Setting(help="Update rule. [default: adamw, fused]", changes_learning=True)
+        Optimizer, Setting("Update rule. [default: adamw, fused]", changes_learning=True)
     ] = Optimizer.ADAMW
     micro_batch: Annotated[
         int,
         Gt(0),
         Le(MAX_MICRO_BATCH),
-        Setting(help="Sequences per GPU at once. [default: 1]", example="4"),
+        Setting("Sequences per GPU at once. [default: 1]", example="4"),
     ] = 1
     seq_len: Annotated[
         int,
         Gt(0),
         Le(MAX_SEQ_LEN),
         Setting(
-            help="Tokens per sequence. [default: 2048]",
+            "Tokens per sequence. [default: 2048]",
             is_searched=False,
             recipe_key="seq_len",
             example="2048",
@@ -274,76 +259,169 @@ class StrategySettings(_Declared):
         int,
         Gt(0),
         Le(MAX_MICRO_BATCH),
-        Setting(help="Micro-batches per step. [default: 1]", example="8"),
+        Setting("Micro-batches per step. [default: 1]", example="8"),
     ] = 1
     packing: Annotated[
         bool,
         Setting(
-            help="Several documents in a row. [default: by data]",
+            "Several documents in a row. [default: by data]",
             changes_learning=True,
             recipe_key="packing",
         ),
     ] = False
     checkpointing: Annotated[
-        bool, Setting(help="Recompute layers in the backward pass. [default: on]")
+        bool, Setting("Recompute layers in the backward pass. [default: on]")
     ] = True
-    """Recompute each layer in the backward pass instead of keeping its activations."""
+    """Instead of keeping their activations."""
     recomputed_layers: Annotated[
         Annotated[int, Gt(0), Le(MAX_LORA_RANK)] | None,
-        Setting(help="How many layers are recomputed. [default: all]"),
+        Setting("How many layers are recomputed. [default: all]"),
     ] = None
-    """How many, counted from the first; the others keep theirs. None: all, with checkpointing."""
-    attention: Annotated[Attention, Setting(help="Kernel. [default: sdpa]")] = Attention.SDPA
-    repeat_keys: Annotated[
-        bool, Setting(help="Repeat grouped keys before SDPA. [default: by card]")
-    ] = False
-    """Expand grouped keys and values before SDPA, which has no fused kernel for grouped heads
-    before Ampere or in fp32 and would hold the whole score matrix."""
-    loss: Annotated[Loss, Setting(help="How logits become a loss. [default: plain]")] = Loss.PLAIN
+    """Counted from the first; the others keep theirs. None: all, with checkpointing."""
+    attention: Annotated[Attention, Setting("Kernel. [default: sdpa]")] = Attention.SDPA
+    repeat_keys: Annotated[bool, Setting("Repeat grouped keys before SDPA. [default: by card]")] = (
+        False
+    )
+    """SDPA has no fused kernel for grouped heads before Ampere or in fp32, and would hold the whole
+    score matrix."""
+    loss: Annotated[Loss, Setting("How logits become a loss. [default: plain]")] = Loss.PLAIN
     loss_chunk_factor: Annotated[
         int,
         Gt(0),
         Le(MAX_LOSS_CHUNK_FACTOR),
-        Setting(help="Size of the fused loss's chunks. [default: 1]"),
+        Setting("Size of the fused loss's chunks. [default: 1]"),
     ] = 1
     """How many times wider than by default the fused loss cuts its slices of tokens: fewer, larger
     products, and so many times the logits at once. Liger's `chunk_mem_const`."""
     fused_kernels: Annotated[
-        bool, Setting(help="Fused norm, rotary and gated-MLP kernels. [default: off]")
+        bool, Setting("Fused norm, rotary and gated-MLP kernels. [default: off]")
     ] = False
-    """Fused norm, rotary and gated-MLP kernels that save only their inputs."""
+    """They save only their inputs."""
     fused_lora: Annotated[
-        bool, Setting(help="LoRA scaled and added inside its matmuls. [default: off]")
+        bool, Setting("LoRA scaled and added inside its matmuls. [default: off]")
     ] = False
-    """Scale and add LoRA's product as part of its matmuls, and not in passes of their own over each
-    output and its gradient. Modules that do not allow it keep peft's forward."""
-    fp8: Annotated[bool, Setting(help="Multiply in fp8. [default: off]")] = False
-    """Multiply in 8 bits inside the blocks, where the card can; under LoRA the frozen matrices are
-    kept so too. Never chosen for anybody: it rounds more coarsely than bf16."""
+    """And not in passes of their own over each output and its gradient. Modules that do not allow
+    it keep peft's forward."""
+    fp8: Annotated[bool, Setting("Multiply in fp8. [default: off]")] = False
+    """Inside the blocks, where the card can; under LoRA the frozen matrices are kept so too. Never
+    chosen by the planner: it rounds more coarsely than bf16."""
     fp8_gradients: Annotated[
-        bool, Setting(help="Multiply in fp8 in the backward pass. [default: off]")
+        bool, Setting("Multiply in fp8 in the backward pass. [default: off]")
     ] = False
-    """The same in the backward pass alone, where weights are trained: results and the loss are
-    bf16's, and gradients are rounded. Never chosen for anybody either."""
+    """There alone, where weights are trained: results and the loss are bf16's, and gradients are
+    rounded. Never chosen by the planner either."""
     dequantized_base: Annotated[
-        bool, Setting(help="nf4 weights unpacked once, not in every pass. [default: off]")
+        bool, Setting("nf4 weights unpacked once, not in every pass. [default: off]")
     ] = False
-    """Unpack nf4 matrices once, after loading, and keep them in the compute dtype: the values that
-    each step would unpack, in the memory and time of 16-bit LoRA. With `fp8` in fp8, from there."""
-    compile: Annotated[bool, Setting(help="Compile each layer. [default: off]")] = False
+    """After loading, and kept in the compute dtype: the values that each step would unpack, in the
+    memory and time of 16-bit LoRA. With `fp8` in fp8, from there."""
+    compile: Annotated[bool, Setting("Compile each layer. [default: off]")] = False
     sharding: Annotated[
-        Sharding, Setting(help="How state is spread. [default: single on one GPU, else fsdp]")
+        Sharding, Setting("How state is spread. [default: single on one GPU, else fsdp]")
     ] = Sharding.SINGLE
-    offload: Annotated[Offload, Setting(help="To host RAM. [default: none]")] = Offload.NONE
+    offload: Annotated[Offload, Setting("To host RAM. [default: none]")] = Offload.NONE
     num_nodes: Annotated[
         int,
         Gt(0),
         Le(MAX_WORLD_SIZE),
-        Setting(help="Nodes that take part. [default: 1]", is_searched=False),
+        Setting("Nodes that take part. [default: 1]", is_searched=False),
     ] = 1
     gpus_per_node: Annotated[
-        int, Gt(0), Le(MAX_WORLD_SIZE), Setting(help="GPUs of each node. [default: all]")
+        int, Gt(0), Le(MAX_WORLD_SIZE), Setting("GPUs of each node. [default: all]")
     ] = 1
+
+
+class TrainingSettings(_Declared):
+    """The learning side of a job, as far as no memory estimate depends on it.
+
+    `Training` is the model that checks it. A recipe has the same keys, where None is not stated.
+    """
+
+    eval_fraction: Annotated[
+        float,
+        Ge(0),
+        Le(0.5),
+        _of_job("Share of the training rows held back, drawn with `seed`.", example="0.05"),
+    ] = 0.0
+    template: Annotated[
+        Name | None,
+        _of_job(
+            "Chat template in place of the tokenizer's own.", metavar="NAME|FILE", example="chatml"
+        ),
+    ] = None
+    train_on: Annotated[TrainOn, _of_job("Which tokens carry loss. [default: answers]")] = (
+        TrainOn.ANSWERS
+    )
+    schedule: Annotated[Schedule, _of_job("The rate after its peak. [default: cosine]")] = (
+        Schedule.COSINE
+    )
+    warmup_fraction: Annotated[
+        float, Ge(0), Le(1), _of_job("Share of all steps in which the rate rises to its peak.")
+    ] = 0.03
+    weight_decay: Annotated[float, Ge(0), Le(1), _of_job("Weight decay.")] = 0.0
+    max_grad_norm: Annotated[
+        Annotated[float, Gt(0), Le(10**6)] | None, _of_job("Clip gradients to this norm.")
+    ] = 1.0
+    """None: no clipping."""
+    max_steps: Annotated[
+        Count | None, _of_job("Optimizer steps, in place of epochs.", example="100")
+    ] = None
+    shuffle: Annotated[bool, _of_job("Shuffle the rows of each epoch. [default: on]")] = True
+    seed: Annotated[
+        int, Ge(0), Le(2**32 - 1), _of_job("Order and dropout. [default: 0]", example="17")
+    ] = 0
+    lora_alpha: Annotated[
+        Annotated[float, Gt(0), Le(10**6)] | None,
+        _of_job("LoRA's alpha. [default: twice the rank]", recipe_key="lora.alpha", example="32"),
+    ] = None
+    rslora: Annotated[
+        bool, _of_job("Scale by alpha / sqrt(rank). [default: off]", recipe_key="lora.rslora")
+    ] = False
+    """It keeps high ranks learning (arXiv:2312.03732)."""
+    save_every: Annotated[
+        Count | None,
+        Setting("Steps between checkpoints. [default: about every ten minutes]", example="500"),
+    ] = None
+    keep_checkpoints: Annotated[
+        int, Ge(0), Le(MAX_COUNT), Setting("Checkpoints to keep. [default: 2]")
+    ] = 2
+    """0: none is written, and what dies starts over."""
+    eval_every: Annotated[
+        Count | None,
+        Setting(
+            "Steps between evaluations. [default: at the start and after each epoch]", example="200"
+        ),
+    ] = None
+    log_to: Annotated[
+        tuple[TrackerName, ...],
+        Setting(
+            f"{', '.join(TRACKERS)}, or none. [default: tensorboard]",
+            metavar="A,B",
+            example="tensorboard",
+        ),
+    ] = ("tensorboard",)
+    random_weights: Annotated[
+        bool, Setting("Draw the base weights instead of reading them: for measuring a shape.")
+    ] = False
+
+
+class JobSettings(_Declared):
+    """What a recipe states beside the two. None: not stated, so that the method decides."""
+
+    epochs: Annotated[
+        Annotated[float, Gt(0), Le(10_000)] | None,
+        _of_job("Passes over the data. [default: 1]", example="3"),
+    ] = None
+    effective_batch: Annotated[
+        Annotated[int, Gt(0), Le(10**7)] | None,
+        _of_job("Sequences per optimizer step, over all GPUs. [default: 16]", example="16"),
+    ] = None
+    learning_rate: Annotated[
+        Annotated[float, Gt(0), Le(10)] | None,
+        _of_job(
+            "Peak learning rate. [default: by optimizer; AdamW 2e-4, full 2e-5]", example="2e-4"
+        ),
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -352,9 +430,11 @@ class DeclaredSetting:
 
     name: str
     kind: Any
-    """The type, without bounds."""
+    """The type, without bounds and without None."""
     default: Any
-    most: int | None
+    least: Any
+    most: Any
+    """Of a number, both included."""
     setting: Setting
 
     @property
@@ -364,26 +444,43 @@ class DeclaredSetting:
             return self.setting.words
         return words_of(self.kind) if issubclass(self.kind, Enum) else ()
 
-    @property
-    def option(self) -> str:
-        return f"--{self.name.replace('_', '-')}"
-
 
 @cache
-def list_settings() -> dict[str, DeclaredSetting]:
-    """By name, in the order of the declaration."""
-    hints = get_type_hints(StrategySettings, include_extras=True)
+def list_settings(declaring: type = StrategySettings) -> dict[str, DeclaredSetting]:
+    """Of one of the classes above, by name, in the order of the declaration."""
+    hints = get_type_hints(declaring, include_extras=True)
     found = {}
-    for name in StrategySettings.__annotations__:
-        kind, *extras = get_args(hints[name])
+    for name in declaring.__annotations__:
+        kind, facts = _unwrap(hints[name])
         found[name] = DeclaredSetting(
             name=name,
             kind=kind,
-            default=getattr(StrategySettings, name),
-            most=next((cast(int, extra.le) for extra in extras if isinstance(extra, Le)), None),
-            setting=next(extra for extra in extras if isinstance(extra, Setting)),
+            default=getattr(declaring, name),
+            least=next((fact.ge for fact in facts if isinstance(fact, Ge)), 1),
+            most=next((fact.le for fact in facts if isinstance(fact, Le)), None),
+            setting=next(fact for fact in facts if isinstance(fact, Setting)),
         )
     return found
+
+
+def find_setting(name: str) -> DeclaredSetting:
+    return {
+        **list_settings(JobSettings),
+        **list_settings(TrainingSettings),
+        **list_settings(StrategySettings),
+    }[name]
+
+
+def _unwrap(hint: Any) -> tuple[Any, list[Any]]:
+    """The type inside `Annotated` and `| None`, and everything declared of it."""
+    facts: list[Any] = []
+    while True:
+        facts += getattr(hint, "__metadata__", ())
+        inner = [part for part in get_args(hint) if part is not type(None)]
+        is_optional = type(None) in get_args(hint)
+        if not hasattr(hint, "__metadata__") and not is_optional:
+            return hint, facts
+        hint = inner[0]
 
 
 def words_of(kind: type[Enum]) -> tuple[str, ...]:
@@ -391,7 +488,7 @@ def words_of(kind: type[Enum]) -> tuple[str, ...]:
 
 
 def names_where(**facts: object) -> tuple[str, ...]:
-    """Settings whose declaration says all of `facts`."""
+    """Settings of a strategy whose declaration says all of `facts`."""
     return tuple(
         name
         for name, declared in list_settings().items()

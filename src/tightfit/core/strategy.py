@@ -1,57 +1,34 @@
-"""Strategy: one point of the search space, how a job runs, down to the micro-batch.
+"""Strategy and Training, the two halves of a job: how it runs, and what is learnt.
 
-`train` obeys a Strategy: each field names something the training stack does, and is the only
-home of its default. `Quirks` describes other training stacks, for estimates of their jobs.
+Memory depends on the Strategy alone. Both are in the Plan, so that a worker needs nothing else.
+The settings are declared in `core/settings.py`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from tightfit.core.dtypes import Dtype
-from tightfit.core.frozen import Frozen
+from tightfit.core.frozen import FiniteFrozen, Frozen
 from tightfit.core.optimizers import Optimizer
 from tightfit.core.settings import (
-    ALL_LINEAR,
-    MAX_MICRO_BATCH,
-    MAX_SEQ_LEN,
-    MAX_WORLD_SIZE,
     RENAMED_SETTINGS,
-    Attention,
-    Loss,
     Method,
-    Offload,
+    Name,
     Sharding,
     StrategySettings,
+    TrainingSettings,
 )
 
-__all__ = [
-    "ALL_LINEAR",
-    "MAX_MICRO_BATCH",
-    "MAX_SEQ_LEN",
-    "MAX_WORLD_SIZE",
-    "NO_QUIRKS",
-    "RENAMED_SETTINGS",
-    "Attention",
-    "Loss",
-    "Method",
-    "Offload",
-    "Optimizer",
-    "Quirks",
-    "Sharding",
-    "Strategy",
-]
-
-# What other training stacks do, and ours does not, that changes what they hold in memory.
+# What other trainers do, and ours does not, that changes what they hold in memory.
 
 
 class Quirks(Frozen):
     """Habits of older or other software. All off in our own plans.
 
-    They let an estimate speak of a job as somebody ran it, with transformers 4,
-    FSDP1 or an old bitsandbytes; `benchmarks/published` names where each was found.
+    The records of `core/trainers.py` say which trainer has which, and where that is written.
     """
 
     varying_lengths: bool = False
@@ -108,8 +85,10 @@ NO_QUIRKS = Quirks()
 class Strategy(StrategySettings, Frozen):
     """How one job runs. Illegal combinations are judged by `planning/rules`, not here."""
 
+    trainer: str = ""
+    """Who runs it, as `--trainer` takes it; empty: tightfit itself."""
     quirks: Quirks = NO_QUIRKS
-    """Habits of software other than ours; for speaking of other people's jobs."""
+    """What that trainer does and ours does not."""
 
     @model_validator(mode="before")
     @classmethod
@@ -174,3 +153,45 @@ class Strategy(StrategySettings, Frozen):
         if not self.checkpointing:
             return 0
         return min(num_layers, self.recomputed_layers or num_layers)
+
+
+# Training: what is learnt and how, as far as no memory estimate depends on it.
+
+
+def default_learning_rate(method: Method, optimizer: Optimizer) -> float:
+    """The optimizer's own for the method."""
+    record = optimizer.record
+    return record.full_rate if method is Method.FULL else record.lora_rate
+
+
+DEFAULT_ALPHA_PER_RANK = 2.0
+"""LoRA's scale is alpha / rank; twice the rank is what most open recipes write."""
+
+MEMORY_VARIABLE = "TIGHTFIT_MEMORY_LIMIT_BYTES"
+"""Read by a worker, which then cannot take more."""
+
+
+class DataSource(FiniteFrozen):
+    """One file or folder of rows."""
+
+    path: Name
+    weight: float = Field(default=1.0, gt=0, le=10**6)
+    """Times each row is seen in an epoch: 2 shows every row twice, 0.5 a fresh half each epoch."""
+    split: Literal["train", "eval"] = "train"
+    take: Name | None = None
+    """A part of the rows, as people write it: `10`, `1%`, `[:10%]`, `train[10:20]`."""
+
+
+class Training(TrainingSettings, FiniteFrozen):
+    """The learning side of a job."""
+
+    model_path: Name
+    """Folder with the base model's weights, tokenizer and config."""
+    data: tuple[DataSource, ...] = ()
+    learning_rate: Annotated[float, Field(gt=0)]
+    keep_result: bool = True
+    """False: what was learnt is dropped at the end: for measuring."""
+
+    def scale_alpha(self, rank: int) -> float:
+        """LoRA's alpha, stated or by rank."""
+        return DEFAULT_ALPHA_PER_RANK * rank if self.lora_alpha is None else self.lora_alpha

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
-from tightfit.core.suggest import did_you_mean
+from tightfit.core.text import did_you_mean, printable
 
 KeyPath = tuple[str | int, ...]
 """Keys and list positions from the top of a file to a value."""
@@ -41,7 +41,7 @@ def describe_validation_errors(
     lines: Mapping[KeyPath, int],
     homes: Mapping[str, str] | None = None,
 ) -> list[str]:
-    """One line per fault. `homes` tells, for a misplaced key's dotted path, where it belongs."""
+    """One line per error. `homes` has, for a misplaced key's dotted path, where it belongs."""
     found: dict[KeyPath, str] = {}
     for item in error.errors(include_url=False):
         place = tuple(item["loc"])
@@ -56,12 +56,6 @@ def dotted(place: KeyPath) -> str:
     for part in place:
         text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else str(part)
     return printable(text)
-
-
-def printable(text: str, *, most: int = 80) -> str:
-    """Short, and without characters that a terminal would obey."""
-    short = text if len(text) <= most else text[: most - 3] + "..."
-    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in short)
 
 
 def describe_value(value: Any) -> str:
@@ -92,7 +86,7 @@ def _describe(
     if kind == "extra_forbidden":
         if home := homes.get(name):
             return f"`{name}` belongs under `{home}`."
-        known = _keys_at(model, place[:-1])
+        known = keys_at(model, place[:-1])
         inside = f" of `{dotted(place[:-1])}`" if len(place) > 1 else ""
         return f"`{name}` is not a known key{inside}.{did_you_mean(str(place[-1]), known)}"
     if kind == "missing":
@@ -116,7 +110,7 @@ def _expected(item: dict[str, Any]) -> str:
     return _KINDS.get(kind) or str(item["msg"]).removeprefix("Input should be ")
 
 
-def _keys_at(model: type[BaseModel], place: KeyPath) -> list[str]:
+def keys_at(model: type[BaseModel], place: KeyPath) -> list[str]:
     """The keys that the model knows at a place; lists are passed through."""
     current: Any = model
     for part in place:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Hashable
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ import yaml
 
 from tightfit.core.errors import InvalidInputError, NotFoundError
 from tightfit.core.files import describe_kind
-from tightfit.core.suggest import did_you_mean
+from tightfit.core.text import did_you_mean
 from tightfit.core.units import KIB, MIB
 from tightfit.core.validation import KeyPath
 
@@ -33,7 +34,13 @@ def read_yaml(path: Path) -> YamlDocument:
     """Parse one YAML file, or say in which line it cannot be."""
     text = read_text(path, max_bytes=MAX_BYTES, remedy="name a YAML file written by hand")
     try:
-        value, lines = _parse(text)
+        loader = _Loader(text)  # raises for characters that are not allowed
+        try:
+            node = loader.get_single_node()
+            value = None if node is None else loader.construct_document(node)
+            lines = {} if node is None else _lines(node)
+        finally:
+            loader.dispose()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f" line {mark.line + 1}" if mark else ""
@@ -46,15 +53,6 @@ def read_yaml(path: Path) -> YamlDocument:
     except RecursionError as error:
         raise _not_yaml(path, "", "it is nested too deeply") from error
     return YamlDocument(path=path, value=value, lines=lines)
-
-
-def _parse(text: str) -> tuple[Any, dict[KeyPath, int]]:
-    loader = _Loader(text)
-    try:
-        node = loader.get_single_node()
-        return (None, {}) if node is None else (loader.construct_document(node), _lines(node))
-    finally:
-        loader.dispose()
 
 
 def read_text(path: Path, *, max_bytes: int, remedy: str) -> str:
@@ -71,7 +69,14 @@ def read_text(path: Path, *, max_bytes: int, remedy: str) -> str:
             raise InvalidInputError(f"{path} is larger than {size}.", remedy=remedy)
         return data.decode("utf-8-sig")
     except FileNotFoundError as error:
-        raise _missing(path) from error
+        try:
+            beside = [item.name for item in path.parent.iterdir()]
+        except OSError:
+            beside = []
+        raise NotFoundError(
+            f"There is no file {path}.{did_you_mean(path.name, beside)}",
+            remedy="name an existing YAML file",
+        ) from error
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise InvalidInputError(
@@ -80,17 +85,6 @@ def read_text(path: Path, *, max_bytes: int, remedy: str) -> str:
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise InvalidInputError(f"Cannot read {path}: {reason}.", remedy=remedy) from error
-
-
-def _missing(path: Path) -> NotFoundError:
-    try:
-        beside = [item.name for item in path.parent.iterdir()]
-    except OSError:
-        beside = []
-    return NotFoundError(
-        f"There is no file {path}.{did_you_mean(path.name, beside)}",
-        remedy="name an existing YAML file",
-    )
 
 
 def _not_yaml(path: Path, line: str, reason: str) -> InvalidInputError:
@@ -145,6 +139,15 @@ for _tag, _pattern, _starts in (
     _Loader.add_implicit_resolver(
         f"tag:yaml.org,2002:{_tag}", re.compile(rf"^(?:{_pattern})$"), list(_starts)
     )
+
+
+def write_text_value(text: str) -> str:
+    """`text` as a value that is read back as this text: in quotes only where it must be."""
+    try:
+        is_plain = _Loader(f"key: {text} # remark").get_single_data() == {"key": text}
+    except (yaml.YAMLError, ValueError, TypeError):
+        is_plain = False
+    return text if is_plain else json.dumps(text, ensure_ascii=False)
 
 
 def _lines(root: yaml.Node) -> dict[KeyPath, int]:

@@ -9,22 +9,37 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tightfit.core.errors import InvalidInputError, SetupError, UserError
 from tightfit.core.files import atomic_folder, cache_folder, remove_stale_partials, write_atomic
-from tightfit.core.strategy import MAX_SEQ_LEN
-from tightfit.core.training import DataSource, TrainOn
-from tightfit.data.formats import RowFormat, to_messages
-from tightfit.data.report import DataIssues, DataReport, SourceReport, SplitReport, describe_split
-from tightfit.data.row_encoder import EncoderOptions, Example, RowEncoder
+from tightfit.core.settings import MAX_SEQ_LEN, TrainOn
+from tightfit.core.strategy import DataSource
+from tightfit.data.formats import ASSISTANT, Message, RowFormat
+from tightfit.data.readers import ReadMeter, ReadProgress, Row, file_size
+from tightfit.data.report import (
+    DataIssues,
+    DataReport,
+    SourceReport,
+    SplitReport,
+    check_text,
+    describe_split,
+)
 from tightfit.data.sources import OpenedSource, digest_sources, open_source, read_source
-from tightfit.data.streams import ReadMeter, ReadProgress, Row, file_size
-from tightfit.data.templates import choose_template
+from tightfit.data.templates import (
+    ChatRenderer,
+    ChatTemplate,
+    RenderedRow,
+    Span,
+    TemplateRenderError,
+    choose_template,
+)
 from tightfit.data.token_store import (
     SCHEMA_VERSION,
+    NewRow,
     StoreDescription,
     StoreFile,
     StoreWriter,
@@ -35,6 +50,250 @@ from tightfit.data.tokenizer import ChatTokenizer, load_tokenizer
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+
+# Rows to tokens and loss masks, a batch at a time.
+
+_BATCH_ROWS = 512
+_BATCH_CHARS = 4_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EncoderOptions:
+    """How rows become tokens."""
+
+    template: ChatTemplate | None
+    """None: an encoder-decoder's texts go in as they are."""
+    train_on: TrainOn
+    seq_len: int
+    is_encoder_decoder: bool
+
+
+class Example(NamedTuple):
+    """A row of a data file as messages, and where it stands."""
+
+    messages: list[Message]
+    is_text: bool
+    """Plain text, which no template wraps."""
+    place: str
+    file: int
+    number: int
+
+
+class _Pending(NamedTuple):
+    example: Example
+    digest: int
+    sealed: RenderedRow
+    prompt: str | None
+    """The encoder's text, where there is an encoder."""
+
+
+class RowEncoder:
+    """Gathers examples and encodes them together; `findings` receives what is odd."""
+
+    def __init__(
+        self, tokenizer: ChatTokenizer, options: EncoderOptions, findings: DataIssues
+    ) -> None:
+        self.longest_row_tokens = 0
+        """Before truncation."""
+        self.counts: Counter[str] = Counter()
+        """What encoding did beyond writing tokens down, by the keys of `NOTE_TEXTS`."""
+        self.renderer: ChatRenderer | None = None
+        if options.template is not None:
+            self.renderer = ChatRenderer(tokenizer, options.template, train_on=options.train_on)
+            self.counts = self.renderer.counts
+        self._tokenizer = tokenizer
+        self._options = options
+        self._findings = findings
+        self._pending: list[_Pending] = []
+        self._num_chars = 0
+        self._text_stops: set[int] = set()
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Tokens that ended an answer or a text so far."""
+        rendered = self.renderer.stop_ids if self.renderer else set()
+        return tuple(sorted(rendered | self._text_stops))
+
+    def add(self, example: Example) -> Iterator[NewRow]:
+        """Take one example; now and then a batch of rows comes out."""
+        messages = check_text(example.messages, example.place, self._findings)
+        digest = digest_messages(messages)
+        for sealed, prompt in self._sealed(example._replace(messages=messages)):
+            self._pending.append(_Pending(example, digest, sealed, prompt))
+            self._num_chars += len(sealed.text) + len(prompt or "")
+        if len(self._pending) >= _BATCH_ROWS or self._num_chars >= _BATCH_CHARS:
+            yield from self.flush()
+
+    def flush(self) -> Iterator[NewRow]:
+        """Encode what is waiting."""
+        batch, self._pending, self._num_chars = self._pending, [], 0
+        if not batch:
+            return
+        encodings = self._tokenizer.encode_sealed([item.sealed.text for item in batch])
+        prompts: Sequence[Any] = [None] * len(batch)
+        if self._options.is_encoder_decoder:
+            prompts = self._tokenizer.encode_sealed([item.prompt or "" for item in batch])
+        for item, encoding, prompt in zip(batch, encodings, prompts, strict=True):
+            if prompt is not None:
+                yield from self._pair(item, encoding, prompt)
+            elif item.example.is_text:
+                yield from self._pieces(item, encoding)
+            else:
+                yield from self._conversation(item, encoding)
+
+    def _sealed(self, example: Example) -> list[tuple[RenderedRow, str | None]]:
+        messages, control = example.messages, self._tokenizer.control
+        is_all = self._options.train_on is TrainOn.ALL
+        if not any(m.content.strip() for m in messages if is_all or m.role == ASSISTANT):
+            self._findings.add("empty-answer", example.place)
+            return []
+        spells_control = any(control.holds_name(message.content) for message in messages)
+        if self._options.is_encoder_decoder:
+            rows = self._question_answers(messages)
+        elif example.is_text or self.renderer is None:
+            # Plain text is often written for one model, marks included: they count as marks.
+            self.counts["text-with-control"] += spells_control
+            text = "\n".join(message.content for message in messages)
+            return [(RenderedRow(control.seal(control.strip_private(text)), ()), None)]
+        else:
+            try:
+                rendered = self.renderer.rows(messages)
+            except TemplateRenderError as error:
+                self._findings.add("refused", example.place, str(error).splitlines()[0][:200])
+                return []
+            if not rendered:
+                self._findings.add("empty-answer", example.place, "nothing asks for the answer")
+            rows = [(sealed, None) for sealed in rendered]
+        if spells_control:
+            self._findings.add("control-token", example.place)
+        return rows
+
+    def _question_answers(self, messages: list[Message]) -> list[tuple[RenderedRow, str | None]]:
+        """One row per answer: all before it is the encoder's, itself the decoder's."""
+        control = self._tokenizer.control
+        rows: list[tuple[RenderedRow, str | None]] = []
+        for at, message in enumerate(messages):
+            if message.role != ASSISTANT or not message.content.strip():
+                continue
+            if self.renderer is not None:
+                prompt = self.renderer.prompt(messages[:at])
+            else:
+                asked = "\n".join(before.content for before in messages[:at])
+                prompt = control.seal(control.escape(asked))
+            answer = control.seal(control.escape(message.content))
+            rows.append((RenderedRow(answer, (Span(0, len(answer)),)), prompt))
+        return rows
+
+    def _conversation(self, item: _Pending, encoding: Any) -> Iterator[NewRow]:
+        """Cut to length; a row that then trains nothing is dropped."""
+        import numpy as np
+
+        tokens = np.asarray(encoding.ids, dtype=np.int32)
+        trained, num_straddling = mask_tokens(encoding.offsets, item.sealed.spans)
+        self.counts["straddling-token"] += num_straddling
+        limit = self._options.seq_len
+        num_lost = max(len(tokens) - limit, 0)
+        self.longest_row_tokens = max(self.longest_row_tokens, len(tokens))
+        row = self._row(item, tokens[:limit], trained[:limit], num_lost)
+        if row.num_trained:
+            if num_lost:
+                self._findings.add("truncated", item.example.place, f"{len(tokens):,} tokens")
+            yield row
+        else:
+            kind = "answer-cut-off" if num_lost else "empty-answer"
+            self._findings.add(kind, item.example.place)
+
+    def _pieces(self, item: _Pending, encoding: Any) -> Iterator[NewRow]:
+        """Plain text: all of it trained, cut into as many rows as it takes."""
+        import numpy as np
+
+        # BOS where the tokenizer adds one, EOS; neither twice.
+        ids = list(encoding.ids)
+        begin = self._tokenizer.begins_with
+        first = None if begin is None else self._tokenizer.token_id(begin)
+        if first is not None and ids[:1] != [first]:
+            ids = [first, *ids]
+        tokens = np.asarray(self._ended(ids), dtype=np.int32)
+        limit = self._options.seq_len
+        self.longest_row_tokens = max(self.longest_row_tokens, len(tokens))
+        if len(tokens) > limit:
+            self.counts["cut-text"] += 1
+        for start in range(0, len(tokens), limit):
+            piece = tokens[start : start + limit]
+            if len(piece) > 1 or limit == 1:
+                yield self._row(item, piece, np.ones(len(piece), dtype=np.bool_), 0)
+
+    def _ended(self, ids: list[int]) -> list[int]:
+        end = self._tokenizer.eos_id
+        if end is None:
+            return ids
+        self._text_stops.add(end)
+        return ids if ids[-1:] == [end] else [*ids, end]
+
+    def _pair(self, item: _Pending, encoding: Any, prompt: Any) -> Iterator[NewRow]:
+        """Encoder tokens, then the decoder's; each cut to length, the encoder's end mark kept."""
+        import numpy as np
+
+        limit = self._options.seq_len
+        read, answer = self._ended(list(prompt.ids)), self._ended(list(encoding.ids))
+        num_lost = max(len(read) - limit, 0) + max(len(answer) - limit, 0)
+        longest = max(len(read), len(answer))
+        self.longest_row_tokens = max(self.longest_row_tokens, longest)
+        if num_lost:
+            self._findings.add("truncated", item.example.place, f"{longest:,} tokens")
+        if len(read) > limit:
+            read = [*read[: limit - 1], read[-1]]
+        answer = answer[:limit]
+        tokens = np.asarray([*read, *answer], dtype=np.int32)
+        trained = np.arange(len(tokens)) >= len(read)
+        yield self._row(item, tokens, trained, num_lost)
+
+    def _row(
+        self,
+        item: _Pending,
+        tokens: NDArray[np.int32],
+        trained: NDArray[np.bool_],
+        num_lost: int,
+    ) -> NewRow:
+        first = 0 if self._options.is_encoder_decoder else 1
+        learnt = tokens[first:][trained[first:]]
+        return NewRow(
+            tokens=tokens,
+            trained=trained,
+            num_trained=len(learnt),
+            has_stop=any(bool((learnt == stop).any()) for stop in self.stop_ids),
+            num_lost=num_lost,
+            file=item.example.file,
+            number=item.example.number,
+            digest=item.digest,
+        )
+
+
+def mask_tokens(
+    offsets: Sequence[tuple[int, int]], spans: Sequence[Span]
+) -> tuple[NDArray[np.bool_], int]:
+    """True for tokens that lie in a span; and how many lie across a span's border."""
+    import numpy as np
+
+    places = np.asarray(offsets, dtype=np.int64).reshape(-1, 2)
+    starts, ends = places[:, 0], places[:, 1]
+    trained = np.zeros(len(places), dtype=np.bool_)
+    across = np.zeros(len(places), dtype=np.bool_)
+    for span in spans:
+        is_inside = (starts >= span.start) & (starts < span.end) & (ends <= span.end)
+        overlaps = (starts < span.end) & (ends > span.start)
+        trained |= is_inside
+        across |= overlaps & ~is_inside
+    return trained & ~across, int(across.sum())
+
+
+def digest_messages(messages: Sequence[Message]) -> int:
+    """A number for the text of an example; the same text, the same number."""
+    digest = hashlib.blake2b(digest_size=8)
+    for message in messages:
+        digest.update(f"{message.role}\x1f{message.content}\x1e".encode("utf-8", "surrogatepass"))
+    return int.from_bytes(digest.digest(), "little")
 
 
 # Which rows are trained on and which evaluated: by content, so that twins stay together.
@@ -114,12 +373,14 @@ REPORT_FILE = "report.json"
 _STALE_SECONDS = 2 * 24 * 3600
 
 
-def find_encoding(home: Path) -> tuple[TokenStore, TokenStore | None, DataReport] | None:
+def find_encoding(home: Path) -> EncodedDataset | None:
     """A finished encoding; None where there is none, or none that can be read whole."""
     try:
         report = DataReport.model_validate_json((home / REPORT_FILE).read_bytes())
         held_out = TokenStore(home / "eval") if report.eval is not None else None
-        return TokenStore(home / "train"), held_out, report
+        return EncodedDataset(
+            train=TokenStore(home / "train"), eval=held_out, report=report, is_cached=True
+        )
     except (OSError, ValueError, UserError):
         return None
 
@@ -134,72 +395,106 @@ def new_encoding(home: Path) -> Iterator[Path]:
             remove_stale_partials(home.parent, age_seconds=_STALE_SECONDS)
             yield folder
     except OSError as error:
-        raise _cannot_write(home, error) from error
-
-
-def _cannot_write(home: Path, fault: OSError) -> SetupError:
-    if fault.errno in (errno.ENOSPC, errno.EDQUOT):
-        return SetupError(
-            f"The disk is full while writing encoded data under {home.parent}.",
-            remedy="free some space, or export TIGHTFIT_CACHE=/a/folder/with/space",
-        )
-    return SetupError(
-        f"Cannot write encoded data under {home.parent}: {fault.strerror or fault}.",
-        remedy="export TIGHTFIT_CACHE=/a/folder/you/can/write",
-    )
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise SetupError(
+                f"The disk is full while writing encoded data under {home.parent}.",
+                remedy="free some space, or export TIGHTFIT_CACHE=/a/folder/with/space",
+            ) from error
+        raise SetupError(
+            f"Cannot write encoded data under {home.parent}: {error.strerror or error}.",
+            remedy="export TIGHTFIT_CACHE=/a/folder/you/can/write",
+        ) from error
 
 
 # One pass over all sources: rows in, token files and a report out.
+
+NOTE_TEXTS = {
+    "cut-text": "{:,} texts longer than {seq_len} tokens were cut into several rows.",
+    "text-with-control": "{:,} plain texts spell control tokens, which count as such there.",
+    "straddling-token": "{:,} tokens lie across the border between prompt and answer; they are not "
+    "trained.",
+    "folded-system": "The template has no system role: in {:,} rows the system text was put before "
+    "the first user message.",
+    "split": "The template writes earlier turns differently once more follow: {:,} conversations "
+    "became one row per answer, each as the model will see it.",
+    "appended-stop": "The template ends answers without a token that this tokenizer knows as one: "
+    "`{eos}` was added to {:,} rows.",
+    "unprompted": "{:,} conversations begin with an answer, which the template cannot ask for; "
+    "that first answer is not trained.",
+    "lost-text": "The template leaves out or rewrites text of {:,} rows (system or user messages).",
+}
+"""What encoding and rendering did to rows beyond writing them down."""
 
 
 class EncodingJob:
     """Reads, encodes, writes; then judges the whole."""
 
     def __init__(
-        self, *, tokenizer: ChatTokenizer, options: EncoderOptions, folder: Path, meter: ReadMeter
+        self,
+        *,
+        tokenizer: ChatTokenizer,
+        options: EncoderOptions,
+        sources: Sequence[OpenedSource],
+        folder: Path,
+        meter: ReadMeter,
     ) -> None:
         self.findings = DataIssues()
         self.writer = StoreWriter(folder)
         self._tokenizer = tokenizer
         self._options = options
+        self._sources = sources
         self._meter = meter
         self._encoder = RowEncoder(tokenizer, options, self.findings)
         self._files: list[StoreFile] = []
-        self._opened: list[OpenedSource] = []
-        self._formats: list[list[str]] = []
-        self._num_read: Counter[int] = Counter()
+        self._formats: list[dict[str, None]] = [{} for _ in sources]
+        """By source, in order of appearance."""
+        self._num_read = [0] * len(sources)
+        self._num_unreadable = [0] * len(sources)
+        """Lines that are no row; a row that is refused later was read."""
         self._num_text_rows = 0
 
-    def read(self, sources: Sequence[OpenedSource]) -> None:
-        """Encode every row of every source to disk; faulty ones are noted and passed over."""
-        for opened in sources:
-            self._opened.append(opened)
-            self._formats.append([])
-            numbers: dict[tuple[str, str], int] = {}
-            for row, row_format in read_source(opened, self._meter, self.findings.add_error):
-                self._take(row, row_format, numbers)
+    @property
+    def _is_text(self) -> bool:
+        """All rows are plain text, which no template wraps."""
+        return self._num_text_rows == sum(self._num_read)
+
+    @property
+    def _template(self) -> ChatTemplate | None:
+        return None if self._is_text else self._options.template
+
+    def read(self) -> None:
+        """Encode every row of every source to disk; invalid ones are noted and passed over."""
+        for number, source in enumerate(self._sources):
+            files: dict[tuple[str, str], int] = {}
+
+            def note_unreadable(error: UserError, number: int = number) -> None:
+                self._num_unreadable[number] += 1
+                self.findings.add_error(error)
+
+            for row, row_format in read_source(source, self._meter, note_unreadable):
+                self._take(number, row, row_format, files)
                 self._meter.add_row()
         for new in self._encoder.flush():
             self.writer.add(new)
         self._meter.finish()
 
-    def _take(self, row: Row, row_format: RowFormat, numbers: dict[tuple[str, str], int]) -> None:
-        source = len(self._opened) - 1
+    def _take(
+        self, source: int, row: Row, row_format: RowFormat, files: dict[tuple[str, str], int]
+    ) -> None:
         self._num_read[source] += 1
-        if row_format.name not in self._formats[source]:
-            self._formats[source].append(row_format.name)
+        self._formats[source].setdefault(row_format.name)
         try:
-            messages = to_messages(row, row_format)
+            messages = row_format.to_messages(row)
         except InvalidInputError as error:
             self.findings.add_error(error)
             return
         at = (str(row.path), row.unit)
-        if at not in numbers:
-            numbers[at] = len(self._files)
+        if at not in files:
+            files[at] = len(self._files)
             self._files.append(StoreFile(path=at[0], unit=at[1], source=source))
         is_text = row_format.name == "text"
         self._num_text_rows += is_text
-        example = Example(messages, is_text, row.place, numbers[at], row.number)
+        example = Example(messages, is_text, row.place, files[at], row.number)
         for new in self._encoder.add(example):
             self.writer.add(new)
 
@@ -208,148 +503,112 @@ class EncodingJob:
         import numpy as np
 
         self.writer.close()
-        self._refuse_nothing()
-        table = self.writer.table
-        held_out = [item.source.split == "eval" for item in self._opened]
-        source_ids = self._source_ids()
+        writer, tokenizer = self.writer, self._tokenizer
+        num_trained = writer.column("num_trained")
+        if not num_trained.any():
+            raise _nothing(self.findings, self._options)
+        file_sources = np.array([file.source for file in self._files], dtype=np.int64)
+        source_ids = file_sources[writer.column("files")]
+        is_eval = np.array([item.source.split == "eval" for item in self._sources])
         sides = split_train_eval(
-            table.column("digests"),
-            np.array(held_out)[source_ids],
-            fraction=eval_fraction,
-            seed=seed,
+            writer.column("digests"), is_eval[source_ids], fraction=eval_fraction, seed=seed
         )
-        if not len(sides.train):
+        if not num_trained[sides.train].any():
             raise _nothing(self.findings, self._options)
-        self._refuse_untrained(sides)
+        if self._options.train_on is not TrainOn.ALL and not self._is_text:
+            if not writer.column("has_stop")[sides.train].any():
+                raise _no_stop(self.findings, tokenizer, self._options)
+            # An answer that is not empty has a token of its own beside the one that ends it.
+            if (num_trained[sides.train] <= 1).all():
+                raise InvalidInputError(
+                    "The template writes none of the answers: only stop tokens would be trained.",
+                    remedy="correct the template so that it writes assistant messages, or name "
+                    "another: --template chatml",
+                )
         self._note_repeats(sides)
-        pad, pad_note = self._tokenizer.choose_pad(
-            (*self._encoder.stop_ids, *self._tokenizer.stop_ids)
-        )
+        pad, pad_note = tokenizer.choose_pad((*self._encoder.stop_ids, *tokenizer.stop_ids))
         train = self._write_side("train", sides.train, key, pad)
-        evaluated = self._write_side("eval", sides.eval, key, pad) if len(sides.eval) else None
-        return self._report(key, pad, train, evaluated, [pad_note, sides.note])
-
-    def _source_ids(self) -> NDArray[np.int64]:
-        import numpy as np
-
-        by_file = np.array([file.source for file in self._files], dtype=np.int64)
-        ids: NDArray[np.int64] = by_file[self.writer.table.column("files")]
-        return ids
-
-    def _refuse_nothing(self) -> None:
-        if not self.writer.num_tokens or not any(self.writer.table.num_trained):
-            raise _nothing(self.findings, self._options)
-
-    def _refuse_untrained(self, sides: TrainEvalSplit) -> None:
-        table = self.writer.table
-        if not table.column("num_trained")[sides.train].any():
-            raise _nothing(self.findings, self._options)
-        is_text = self._num_text_rows == sum(self._num_read.values())
-        if self._options.train_on is TrainOn.ALL or is_text:
-            return
-        if not table.column("has_stop")[sides.train].any():
-            raise _no_stop(self.findings, self._tokenizer, self._options)
-        if (table.column("num_trained")[sides.train] <= 1).all():
-            raise _only_stops()
+        held_out = self._write_side("eval", sides.eval, key, pad) if len(sides.eval) else None
+        template, count, num_lost = self._template, self.findings.count, writer.column("num_lost")
+        notes = (*tokenizer.notes, pad_note, sides.note, *self._notes())
+        dropped = ("unreadable", "refused", "empty-answer", "answer-cut-off")
+        return DataReport(
+            key=key,
+            seq_len=self._options.seq_len,
+            train_on=self._options.train_on.value,
+            template=template.name if template else "none",
+            template_text=template.text if template else "",
+            tokenizer=str(tokenizer.folder),
+            pad_token=tokenizer.token_name(pad),
+            pad_token_id=pad,
+            stop_tokens=tuple(tokenizer.token_name(i) for i in self._encoder.stop_ids),
+            sources=self._source_reports(source_ids),
+            train=train,
+            eval=held_out,
+            num_read=sum(self._num_read) + sum(self._num_unreadable),
+            longest_row_tokens=self._encoder.longest_row_tokens,
+            num_truncated=int((num_lost > 0).sum()),
+            num_lost_tokens=int(num_lost.sum()),
+            num_dropped=sum(map(count, dropped)),
+            num_duplicates=count("duplicate"),
+            num_empty_answers=count("empty-answer"),
+            findings=self.findings.listed(),
+            notes=tuple(note for note in notes if note),
+        )
 
     def _note_repeats(self, sides: TrainEvalSplit) -> None:
         """Duplicates are examples, not the pieces or turns that one example was cut into."""
-        table = self.writer.table
-        again = find_duplicates(
-            table.column("digests"), table.column("files"), table.column("numbers")
-        )
-        for row, first in again:
-            self.findings.add("duplicate", self._place(row), f"same as {self._place(first)}")
-        for row in sides.in_both:
-            self.findings.add("in-both", self._place(int(row)))
+        writer = self.writer
 
-    def _place(self, row: int) -> str:
-        file = self._files[self.writer.table.files[row]]
-        return f"{file.path} {file.unit} {self.writer.table.numbers[row]}"
+        def place(row: int) -> str:
+            file = self._files[writer.columns["files"][row]]
+            return f"{file.path} {file.unit} {writer.columns['numbers'][row]}"
+
+        columns = (writer.column(name) for name in ("digests", "files", "numbers"))
+        for row, first in find_duplicates(*columns):
+            self.findings.add("duplicate", place(row), f"same as {place(first)}")
+        for row in sides.in_both:
+            self.findings.add("in-both", place(int(row)))
 
     def _write_side(self, name: str, rows: NDArray[np.int64], key: str, pad: int) -> SplitReport:
-        table = self.writer.table
-        lengths = table.column("lengths")[rows]
-        num_trained = table.column("num_trained")[rows]
-        num_lost = table.column("num_lost")[rows]
-        with_stop = int(table.column("has_stop")[rows].sum())
-        weights = tuple(item.source.weight if name == "train" else 1.0 for item in self._opened)
-        formats = dict.fromkeys(found for part in self._formats for found in part)
+        writer = self.writer
+        lengths = writer.column("lengths")[rows]
+        num_trained = writer.column("num_trained")[rows]
+        num_lost = writer.column("num_lost")[rows]
+        with_stop = int(writer.column("has_stop")[rows].sum())
         description = StoreDescription(
             key=key,
             num_rows=len(rows),
             num_tokens=int(lengths.sum()),
             num_trained_tokens=int(num_trained.sum()),
             seq_len=self._options.seq_len,
-            template=self._template_name(),
+            template=self._template.name if self._template else "none",
             pad_token_id=pad,
             stop_token_ids=self._encoder.stop_ids,
             num_rows_with_stop=with_stop,
             is_encoder_decoder=self._options.is_encoder_decoder,
-            format="+".join(formats),
+            format="+".join(dict.fromkeys(chain(*self._formats))),
             tokenizer=str(self._tokenizer.folder),
-            sources=tuple(item.name for item in self._opened),
-            source_of_row_weights=weights,
+            sources=tuple(item.name for item in self._sources),
+            source_of_row_weights=tuple(
+                item.source.weight if name == "train" else 1.0 for item in self._sources
+            ),
             files=tuple(self._files),
             num_truncated=int((num_lost > 0).sum()),
             num_lost_tokens=int(num_lost.sum()),
-            longest_row_tokens=self._encoder.counts.longest_row_tokens,
+            longest_row_tokens=self._encoder.longest_row_tokens,
             num_blob_tokens=self.writer.num_tokens,
         )
         self.writer.write_store(name, rows, description)
         return describe_split(lengths, num_trained, with_stop, self._options.seq_len)
 
-    def _template_name(self) -> str:
-        is_text = self._num_text_rows == sum(self._num_read.values())
-        return "none" if is_text or not self._options.template else self._options.template.name
-
-    def _report(
-        self,
-        key: str,
-        pad: int,
-        train: SplitReport,
-        evaluated: SplitReport | None,
-        notes: list[str | None],
-    ) -> DataReport:
-        table, count = self.writer.table, self.findings.count
-        name = self._template_name()
-        template = self._options.template
-        reported = [*self._tokenizer.notes, *notes, *self._notes(name)]
-        return DataReport(
-            key=key,
-            seq_len=self._options.seq_len,
-            train_on=self._options.train_on.value,
-            template=name,
-            template_text=template.text if template and name != "none" else "",
-            tokenizer=str(self._tokenizer.folder),
-            pad_token=self._tokenizer.token_name(pad),
-            pad_token_id=pad,
-            stop_tokens=tuple(self._tokenizer.token_name(i) for i in self._encoder.stop_ids),
-            sources=self._source_reports(),
-            train=train,
-            eval=evaluated,
-            num_read=sum(self._num_read.values()),
-            longest_row_tokens=self._encoder.counts.longest_row_tokens,
-            num_truncated=int((table.column("num_lost") > 0).sum()),
-            num_lost_tokens=int(table.column("num_lost").sum()),
-            num_dropped=sum(
-                count(kind) for kind in ("unreadable", "refused", "empty-answer", "answer-cut-off")
-            ),
-            num_duplicates=count("duplicate"),
-            num_empty_answers=count("empty-answer"),
-            findings=self.findings.listed(),
-            notes=tuple(note for note in reported if note),
-        )
-
-    def _source_reports(self) -> tuple[SourceReport, ...]:
+    def _source_reports(self, source_ids: NDArray[np.int64]) -> tuple[SourceReport, ...]:
         import numpy as np
 
-        table = self.writer.table
-        ids = self._source_ids()
-        size = len(self._opened)
-        rows = np.bincount(ids, minlength=size)
-        tokens = np.bincount(ids, weights=table.column("lengths"), minlength=size)
-        trained = np.bincount(ids, weights=table.column("num_trained"), minlength=size)
+        writer, size = self.writer, len(self._sources)
+        rows = np.bincount(source_ids, minlength=size)
+        tokens = np.bincount(source_ids, weights=writer.column("lengths"), minlength=size)
+        trained = np.bincount(source_ids, weights=writer.column("num_trained"), minlength=size)
         return tuple(
             SourceReport(
                 name=item.name,
@@ -357,78 +616,32 @@ class EncodingJob:
                 weight=item.source.weight,
                 files=tuple(str(path) for path in item.files),
                 format="+".join(self._formats[at]),
-                num_rows=self._num_read[at],
+                num_rows=self._num_read[at] + self._num_unreadable[at],
                 num_encoded_rows=int(rows[at]),
                 num_tokens=int(tokens[at]),
                 num_trained_tokens=int(trained[at]),
             )
-            for at, item in enumerate(self._opened)
+            for at, item in enumerate(self._sources)
         )
 
-    def _notes(self, template_name: str) -> list[str]:
-        counts, reported = self._encoder.counts, []
-        template = self._options.template
-        if template is not None and template.note and template_name != "none":
-            reported.append(template.note)
-        if counts.num_cut_texts:
-            reported.append(
-                f"{counts.num_cut_texts:,} texts longer than {self._options.seq_len} tokens were "
-                "cut into several rows."
-            )
-        if counts.num_texts_with_control:
-            reported.append(
-                f"{counts.num_texts_with_control:,} plain texts spell control tokens, which count "
-                "as such there."
-            )
-        if counts.num_straddling_tokens:
-            reported.append(
-                f"{counts.num_straddling_tokens:,} tokens lie across the border between prompt and "
-                "answer; they are not trained."
-            )
-        return reported + self._render_notes()
-
-    def _render_notes(self) -> list[str]:
-        if self._encoder.renderer is None:
-            return []
-        counts, reported = self._encoder.renderer.counts, []
-        template = self._options.template
-        if counts.num_folded_systems:
-            reported.append(
-                f"The template has no system role: in {counts.num_folded_systems:,} rows the "
-                "system text was put before the first user message."
-            )
-        if counts.num_split:
-            reported.append(
-                f"The template writes earlier turns differently once more follow: "
-                f"{counts.num_split:,} conversations became one row per answer, each as the model "
-                "will see it."
-            )
-        if counts.num_appended_stops:
-            reported.append(
-                f"The template ends answers without a token that this tokenizer knows as one: "
-                f"`{self._tokenizer.names.get('eos_token', '')}` was added to "
-                f"{counts.num_appended_stops:,} rows."
-            )
-        if counts.num_unprompted:
-            reported.append(
-                f"{counts.num_unprompted:,} conversations begin with an answer, which the template "
-                "cannot ask for; that first answer is not trained."
-            )
-        if counts.num_lost_texts:
-            reported.append(
-                f"The template leaves out or rewrites text of {counts.num_lost_texts:,} rows "
-                "(system or user messages)."
-            )
-        if template is not None and "strftime_now" in template.text:
-            reported.append("The template writes the date of the encoding into every row.")
-        unknown = sorted(counts.stop_ids - set(self._tokenizer.stop_ids))
-        if unknown:
+    def _notes(self) -> Iterator[str]:
+        encoder, template = self._encoder, self._options.template
+        if self._template is not None and self._template.note:
+            yield self._template.note
+        eos = self._tokenizer.names.get("eos_token", "")
+        for kind, text in NOTE_TEXTS.items():
+            if number := encoder.counts[kind]:
+                yield text.format(number, seq_len=self._options.seq_len, eos=eos)
+        if encoder.renderer is None or template is None:
+            return
+        if "strftime_now" in template.text:
+            yield "The template writes the date of the encoding into every row."
+        if unknown := sorted(encoder.renderer.stop_ids - set(self._tokenizer.stop_ids)):
             named = ", ".join(f"`{self._tokenizer.token_name(i)}`" for i in unknown)
-            reported.append(
+            yield (
                 f"Answers end with {named}, which the model's generation config does not name "
                 "as a stop; generate with it as a stop token."
             )
-        return reported
 
 
 def _nothing(findings: DataIssues, options: EncoderOptions) -> InvalidInputError:
@@ -459,15 +672,6 @@ def _no_stop(
     )
 
 
-def _only_stops() -> InvalidInputError:
-    """An answer that is not empty has a token of its own beside the one that ends it."""
-    return InvalidInputError(
-        "The template writes none of the answers: only stop tokens would be trained.",
-        remedy="correct the template so that it writes assistant messages, or name another: "
-        "--template chatml",
-    )
-
-
 ENCODER_VERSION = 1
 """Raised whenever the same data would be encoded otherwise, so that old caches are not used."""
 
@@ -488,13 +692,13 @@ class EncodeRequest:
     """None: as the model's config says."""
     cache: Path | None = None
     """None: `core.cache.cache_folder()`."""
-    skip_faulty: bool = False
+    skip_invalid: bool = False
     """Leave out rows that cannot be read instead of refusing; the report lists them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EncodedDataset:
-    """Rows to train on, rows to evaluate on, and what is to be said about them."""
+    """Rows to train on, rows to evaluate on, and the report on them."""
 
     train: TokenStore
     eval: TokenStore | None
@@ -504,47 +708,13 @@ class EncodedDataset:
 
 
 def encode_dataset(
-    request: EncodeRequest, *, watch: Callable[[ReadProgress], None] | None = None
+    request: EncodeRequest, *, progress: Callable[[ReadProgress], None] | None = None
 ) -> EncodedDataset:
     """Tokens and masks of all sources; found in the cache or made now.
 
     Raises one error that lists every row that cannot be trained on, and refuses
     data that would train nothing, or that never trains a stop token.
     """
-    _check(request)
-    tokenizer = load_tokenizer(request.model_folder)
-    opened = [open_source(source) for source in request.sources]
-    options = _options(request, tokenizer)
-    key = _key(request, opened, tokenizer, options)
-    home = (request.cache or cache_folder()) / "tokens" / key
-    if found := find_encoding(home):
-        return EncodedDataset(train=found[0], eval=found[1], report=found[2], is_cached=True)
-    with new_encoding(home) as folder:
-        total = sum(file_size(path) for item in opened for path in item.files)
-        job = EncodingJob(
-            tokenizer=tokenizer,
-            options=options,
-            folder=folder,
-            meter=ReadMeter(watch, total_bytes=total),
-        )
-        try:
-            job.read(opened)
-            if not request.skip_faulty:
-                job.findings.refuse()
-            report = job.finish(key, eval_fraction=request.eval_fraction, seed=request.seed)
-        finally:
-            job.writer.abandon()
-        write_atomic(folder / REPORT_FILE, report.model_dump_json(indent=2) + "\n")
-    made = find_encoding(home)
-    if made is None:
-        raise UserError(
-            f"The encoded data in {home} vanished while it was written.",
-            remedy="run the same command again, or export TIGHTFIT_CACHE=/another/folder",
-        )
-    return EncodedDataset(train=made[0], eval=made[1], report=made[2])
-
-
-def _check(request: EncodeRequest) -> None:
     if not 0 < request.seq_len <= MAX_SEQ_LEN:
         raise InvalidInputError(
             f"A sequence length of {request.seq_len} makes no sense.",
@@ -554,19 +724,46 @@ def _check(request: EncodeRequest) -> None:
         raise InvalidInputError(
             "No data to train on was named.", remedy="name a data file: --data train.jsonl"
         )
-
-
-def _options(request: EncodeRequest, tokenizer: ChatTokenizer) -> EncoderOptions:
+    tokenizer = load_tokenizer(request.model_folder)
+    opened = [open_source(source) for source in request.sources]
     is_pair = request.is_encoder_decoder
     is_pair = tokenizer.is_encoder_decoder if is_pair is None else is_pair
     # An encoder-decoder learns question to answer; a chat template only where one is named.
     is_bare = is_pair and request.template is None
-    return EncoderOptions(
+    options = EncoderOptions(
         template=None if is_bare else choose_template(request.template, tokenizer),
         train_on=request.train_on,
         seq_len=request.seq_len,
         is_encoder_decoder=is_pair,
     )
+    key = _key(request, opened, tokenizer, options)
+    home = (request.cache or cache_folder()) / "tokens" / key
+    if found := find_encoding(home):
+        return found
+    with new_encoding(home) as folder:
+        total = sum(file_size(path) for item in opened for path in item.files)
+        job = EncodingJob(
+            tokenizer=tokenizer,
+            options=options,
+            sources=opened,
+            folder=folder,
+            meter=ReadMeter(progress, total_bytes=total),
+        )
+        try:
+            job.read()
+            if not request.skip_invalid:
+                job.findings.refuse()
+            report = job.finish(key, eval_fraction=request.eval_fraction, seed=request.seed)
+        finally:
+            job.writer.close()
+        write_atomic(folder / REPORT_FILE, report.model_dump_json(indent=2) + "\n")
+    made = find_encoding(home)
+    if made is None:
+        raise UserError(
+            f"The encoded data in {home} vanished while it was written.",
+            remedy="run the same command again, or export TIGHTFIT_CACHE=/another/folder",
+        )
+    return replace(made, is_cached=False)
 
 
 def _key(
@@ -587,6 +784,6 @@ def _key(
         str(options.is_encoder_decoder),
         repr(float(request.eval_fraction)),
         str(request.seed if request.eval_fraction else 0),
-        str(request.skip_faulty),
+        str(request.skip_invalid),
     )
     return hashlib.blake2b("\x1e".join(parts).encode(), digest_size=12).hexdigest()

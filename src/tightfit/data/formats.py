@@ -1,16 +1,16 @@
-"""Which kind of example a row is, told by its keys, and the messages it stands for."""
+"""Row formats, one record each: the keys it has, and how a row becomes messages."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from tightfit.core.errors import InvalidInputError
-from tightfit.core.suggest import nearest
-from tightfit.data.streams import Row, excerpt, json_type_name
+from tightfit.core.text import list_some, nearest
+from tightfit.data.readers import Row, excerpt, json_type_name
 
 SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
 
@@ -38,7 +38,7 @@ _ROLES = {
 _THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
 
 SUMMARY_REQUEST = "Summarize this:"
-"""Said before a dialogue or article: alone, it does not tell a model what is wanted of it."""
+"""Put before a dialogue or article, which alone does not say what is wanted of a model."""
 
 
 class Message(NamedTuple):
@@ -55,110 +55,6 @@ class Turns(NamedTuple):
     answer: str
     num_messages: int
     """Zero for plain text, which no chat template wraps."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowFormat:
-    """One way to write examples. Of each group in `keys`, a row holds at least one name."""
-
-    name: str
-    keys: tuple[tuple[str, ...], ...]
-    optional: tuple[str, ...] = ()
-    example: str
-
-    def matches(self, names: Iterable[str]) -> bool:
-        held = set(names)
-        return all(held.intersection(group) for group in self.keys)
-
-
-FORMATS = (
-    RowFormat(
-        name="chat",
-        keys=(("messages", "conversations", "conversation"),),
-        example='{"messages": [{"role": "user", "content": "..."}, ...]}',
-    ),
-    RowFormat(
-        name="alpaca",
-        keys=(("instruction",), ("output", "response")),
-        optional=("input", "context", "system"),
-        example='{"instruction": "...", "input": "...", "output": "..."}',
-    ),
-    RowFormat(
-        name="question-context-answer",
-        keys=(("question",), ("context",), ("answer", "answers", "query")),
-        example='{"question": "...", "context": "...", "answer": "..."}',
-    ),
-    RowFormat(
-        name="dialogue-summary",
-        keys=(("dialogue", "document", "article"), ("summary", "highlights")),
-        example='{"dialogue": "...", "summary": "..."}',
-    ),
-    RowFormat(
-        name="prompt-completion",
-        keys=(
-            ("prompt", "question", "query", "input"),
-            ("completion", "response", "answer", "output"),
-        ),
-        optional=("system",),
-        example='{"prompt": "...", "completion": "..."}',
-    ),
-    RowFormat(name="text", keys=(("text", "content"),), example='{"text": "..."}'),
-)
-_BY_NAME = {row_format.name: row_format for row_format in FORMATS}
-
-
-def recognise_format(row: Row) -> RowFormat:
-    """The first known format whose keys the row has."""
-    for row_format in FORMATS:
-        if row_format.matches(row.values):
-            return row_format
-    raise _unknown(row)
-
-
-def format_named(name: str) -> RowFormat:
-    """A format by its name, as `DataProfile.format` says it."""
-    return _BY_NAME[name]
-
-
-def to_messages(row: Row, row_format: RowFormat) -> list[Message]:
-    """The conversation a row stands for; plain text is one assistant message."""
-    groups = [_value(row, row_format, group) for group in row_format.keys]
-    if row_format.name == "chat":
-        return _messages(row, groups[0])
-    if row_format.name == "text":
-        return [Message(ASSISTANT, _text(row, "text", groups[0]))]
-    opening = [Message(SYSTEM, text)] if (text := _optional(row, "system")) else []
-    if row_format.name == "prompt-completion" and isinstance(groups[0], list):
-        return opening + _messages(row, groups[0]) + _as_answer(row, groups[1])
-    prompt = "\n\n".join(_text(row, "prompt", value) for value in groups[:-1])
-    if row_format.name == "alpaca":
-        extra = _optional(row, "input") or _optional(row, "context")
-        prompt = f"{prompt}\n\n{extra}" if extra else prompt
-    if row_format.name == "dialogue-summary":
-        prompt = f"{SUMMARY_REQUEST}\n\n{prompt}"
-    return [*opening, Message(USER, prompt), *_as_answer(row, groups[-1])]
-
-
-def to_turns(row: Row, row_format: RowFormat) -> Turns:
-    """What is read and what is learnt, as two texts: every assistant message is learnt."""
-    messages = to_messages(row, row_format)
-    if row_format.name == "text":
-        return Turns("", messages[0].content, 0)
-    answer = "\n".join(message.content for message in messages if message.role == ASSISTANT)
-    prompt = "\n".join(message.content for message in messages if message.role != ASSISTANT)
-    return Turns(prompt, answer, len(messages))
-
-
-def _value(row: Row, row_format: RowFormat, group: tuple[str, ...]) -> Any:
-    for key in group:
-        if key in row.values:
-            return row.values[key]
-    wanted = " or ".join(f"`{key}`" for key in group)
-    raise InvalidInputError(
-        f"{row.place} lacks {wanted}; the rows before it are {row_format.name}. "
-        f"It has: {_listed(row.values)}.",
-        remedy=f"write every row of one file alike: {row_format.example}",
-    )
 
 
 def _as_answer(row: Row, value: Any) -> list[Message]:
@@ -193,7 +89,10 @@ def _message(row: Row, item: Any, number: int) -> Message:
     content = item.get("content", item.get("value"))
     if isinstance(content, list):
         content = _parts(row, content, number)
-    if known == ASSISTANT and isinstance(thought := _thought(item), str) and thought.strip():
+    # Reasoning kept apart from the answer. Reasoning models write it before, between tags
+    # (Qwen3's and DeepSeek-R1's chat templates), and their templates know it in the text.
+    thought = next((item[key] for key in _THOUGHT_KEYS if item.get(key) is not None), None)
+    if known == ASSISTANT and isinstance(thought, str) and thought.strip():
         content = f"<think>\n{thought.strip()}\n</think>\n\n{content or ''}"
     calls = item.get("tool_calls")
     if calls:
@@ -201,12 +100,6 @@ def _message(row: Row, item: Any, number: int) -> Message:
     if content is None and not any(key in item for key in ("content", "value", "tool_calls")):
         raise _bad(row, f"message {number} has no `content`")
     return Message(known, _text(row, f"message {number}", "" if content is None else content))
-
-
-def _thought(item: Mapping[str, Any]) -> Any:
-    """Reasoning kept apart from the answer. Reasoning models write it before, between tags
-    (Qwen3's and DeepSeek-R1's chat templates), and their templates know it in the text."""
-    return next((item[key] for key in _THOUGHT_KEYS if item.get(key) is not None), None)
 
 
 def _parts(row: Row, parts: list[Any], number: int) -> str:
@@ -227,7 +120,8 @@ def _optional(row: Row, key: str) -> str:
 def _text(row: Row, key: str, value: Any) -> str:
     if isinstance(value, str):
         return value
-    raise _bad(row, f"expected text as {key}, found {json_type_name(value)}: {excerpt(value)}")
+    shown = "" if value is None else f": {excerpt(value)}"
+    raise _bad(row, f"expected text as {key}, found {json_type_name(value)}{shown}")
 
 
 def _bad(row: Row, problem: str) -> InvalidInputError:
@@ -236,22 +130,142 @@ def _bad(row: Row, problem: str) -> InvalidInputError:
     )
 
 
-def _unknown(row: Row) -> InvalidInputError:
-    known = sorted({key for row_format in FORMATS for group in row_format.keys for key in group})
+def _listed(names: Iterable[str]) -> str:
+    return list_some([f"`{excerpt(name, most=40)}`" for name in names], most=12) or "none"
+
+
+# The records. Each function takes a row and the values of its key groups, in order.
+
+Make = Callable[[Row, list[Any]], list[Message]]
+
+
+def _from_chat(row: Row, values: list[Any]) -> list[Message]:
+    return _messages(row, values[0])
+
+
+def _from_text(row: Row, values: list[Any]) -> list[Message]:
+    return [Message(ASSISTANT, _text(row, "text", values[0]))]
+
+
+def _from_prompt(row: Row, values: list[Any]) -> list[Message]:
+    """All texts but the last are the prompt, the last is the answer."""
+    opening = [Message(SYSTEM, text)] if (text := _optional(row, "system")) else []
+    if isinstance(values[0], list) and len(values) == 2:
+        return opening + _messages(row, values[0]) + _as_answer(row, values[1])
+    prompt = "\n\n".join(_text(row, "prompt", value) for value in values[:-1])
+    return [*opening, Message(USER, prompt), *_as_answer(row, values[-1])]
+
+
+def _from_alpaca(row: Row, values: list[Any]) -> list[Message]:
+    prompt, answer = _text(row, "prompt", values[0]), values[1]
+    extra = _optional(row, "input") or _optional(row, "context")
+    return _from_prompt(row, [prompt, extra, answer] if extra else [prompt, answer])
+
+
+def _from_dialogue(row: Row, values: list[Any]) -> list[Message]:
+    return _from_prompt(row, [SUMMARY_REQUEST, *values])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowFormat:
+    """One way to write examples. Of each group in `keys`, a row holds at least one name."""
+
+    name: str
+    keys: tuple[tuple[str, ...], ...]
+    example: str
+    make: Make
+
+    def matches(self, names: Iterable[str]) -> bool:
+        held = set(names)
+        return all(held.intersection(group) for group in self.keys)
+
+    def to_messages(self, row: Row) -> list[Message]:
+        """The conversation that a row holds; plain text is one assistant message."""
+        return self.make(row, [self._value(row, group) for group in self.keys])
+
+    def to_turns(self, row: Row) -> Turns:
+        """What is read and what is learnt, as two texts: every assistant message is learnt."""
+        messages = self.to_messages(row)
+        if self.name == "text":
+            return Turns("", messages[0].content, 0)
+        answer = "\n".join(message.content for message in messages if message.role == ASSISTANT)
+        prompt = "\n".join(message.content for message in messages if message.role != ASSISTANT)
+        return Turns(prompt, answer, len(messages))
+
+    def _value(self, row: Row, group: tuple[str, ...]) -> Any:
+        for key in group:
+            if key in row.values:
+                return row.values[key]
+        wanted = " or ".join(f"`{key}`" for key in group)
+        raise InvalidInputError(
+            f"{row.place} lacks {wanted}; the rows before it are {self.name}. "
+            f"It has: {_listed(row.values)}.",
+            remedy=f"write every row of one file alike: {self.example}",
+        )
+
+
+FORMATS = {
+    row_format.name: row_format
+    for row_format in (
+        RowFormat(
+            name="chat",
+            keys=(("messages", "conversations", "conversation"),),
+            example='{"messages": [{"role": "user", "content": "..."}, ...]}',
+            make=_from_chat,
+        ),
+        RowFormat(
+            name="alpaca",
+            keys=(("instruction",), ("output", "response")),
+            example='{"instruction": "...", "input": "...", "output": "..."}',
+            make=_from_alpaca,
+        ),
+        RowFormat(
+            name="question-context-answer",
+            keys=(("question",), ("context",), ("answer", "answers", "query")),
+            example='{"question": "...", "context": "...", "answer": "..."}',
+            make=_from_prompt,
+        ),
+        RowFormat(
+            name="dialogue-summary",
+            keys=(("dialogue", "document", "article"), ("summary", "highlights")),
+            example='{"dialogue": "...", "summary": "..."}',
+            make=_from_dialogue,
+        ),
+        RowFormat(
+            name="prompt-completion",
+            keys=(
+                ("prompt", "question", "query", "input"),
+                ("completion", "response", "answer", "output"),
+            ),
+            example='{"prompt": "...", "completion": "..."}',
+            make=_from_prompt,
+        ),
+        RowFormat(
+            name="text", keys=(("text", "content"),), example='{"text": "..."}', make=_from_text
+        ),
+    )
+}
+"""By name; the first that matches a row is its format."""
+
+
+def recognise_format(row: Row) -> RowFormat:
+    """The first known format whose keys the row has."""
+    found = next(
+        (row_format for row_format in FORMATS.values() if row_format.matches(row.values)), None
+    )
+    if found is not None:
+        return found
+    known = sorted(
+        {key for row_format in FORMATS.values() for group in row_format.keys for key in group}
+    )
     hints = [
         f"`{key}`: did you mean `{near[0]}`?"
         for key in list(row.values)[:20]
         if key not in known and (near := nearest(str(key), known, most=1))
     ]
-    examples = "; ".join(f"{item.name} {item.example}" for item in FORMATS)
-    return InvalidInputError(
+    examples = "; ".join(f"{item.name} {item.example}" for item in FORMATS.values())
+    raise InvalidInputError(
         f"{row.place} is in no known format. Its keys: {_listed(row.values)}."
         + ("" if not hints else " " + " ".join(hints)),
         remedy=f"rename the keys to one of: {examples}",
     )
-
-
-def _listed(names: Iterable[str]) -> str:
-    held = [f"`{excerpt(name, most=40)}`" for name in names]
-    more = f" and {len(held) - 12} more" if len(held) > 12 else ""
-    return (", ".join(held[:12]) + more) or "none"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 # What a distribution of row lengths means for batches: percentiles, buckets, padding.
 
@@ -100,71 +102,48 @@ def count_packed_rows(rows_by_length: Mapping[int, int], seq_len: int) -> int:
     A row is never split; lengths above `seq_len` must be cut before.
     Source: Ding et al., "Fewer Truncations Improve Language Modeling", arXiv:2404.10830.
     """
-    bins = _Bins(seq_len)
+    num_sequences = 0
+    num_by_room: Counter[int] = Counter()
+    """Sequences that are not full, by the room they have left."""
+    rooms: list[int] = []  # the keys, sorted
+
+    def add(room: int, number: int) -> None:
+        if not room:
+            return
+        if room not in num_by_room:
+            insort(rooms, room)
+        num_by_room[room] += number
+
     for length in sorted(rows_by_length, reverse=True):
         if not 0 < length <= seq_len:
             raise ValueError(f"row length {length} is outside 1..{seq_len}")
-        bins.place(length, rows_by_length[length])
-    return bins.num_bins
-
-
-class _Bins:
-    """Partly filled sequences, counted by the room they have left."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._num_by_room: dict[int, int] = {}
-        self._rooms: list[int] = []
-        self.num_bins = 0
-
-    def place(self, length: int, num_rows: int) -> None:
-        """Put rows where they leave the least room, opening new sequences for the rest.
-
-        Once a row is in, its sequence is an even tighter fit for the next row of
-        the same length, so a sequence is filled up before another is touched.
-        """
+        num_rows = rows_by_length[length]
         while num_rows:
-            at = bisect_left(self._rooms, length)
-            if at == len(self._rooms):
-                break
-            room = self._rooms[at]
-            num_rows -= self._fill(room, self._num_by_room[room], length, num_rows)
-        per_bin = self._size // length
-        num_new = -(-num_rows // per_bin)
-        if num_new:
-            self.num_bins += num_new
-            self._add(self._size, num_new)
-            self._fill(self._size, num_new, length, num_rows)
+            at = bisect_left(rooms, length)
+            if at == len(rooms):
+                num_new = -(-num_rows // (seq_len // length))
+                num_sequences += num_new
+                add(seq_len, num_new)
+            # The least room that suffices. Once a row is in, its sequence is an even tighter fit
+            # for the next row of this length, so that it is filled before another is touched.
+            room = rooms[at]
+            num_each = min(room // length, num_rows)
+            number = min(num_by_room[room], num_rows // num_each)
+            num_by_room[room] -= number
+            if not num_by_room[room]:
+                del num_by_room[room], rooms[at]
+            add(room - num_each * length, number)
+            num_rows -= number * num_each
+    return num_sequences
 
-    def _fill(self, room: int, num_bins: int, length: int, num_rows: int) -> int:
-        """Place up to `num_rows` into sequences with this room; returns how many went in."""
-        per_bin = room // length
-        num_full = min(num_bins, num_rows // per_bin)
-        placed = num_full * per_bin
-        self._take(room, num_full)
-        self._add(room - per_bin * length, num_full)
-        rest = num_rows - placed
-        if num_full < num_bins and rest:  # rest < per_bin: one last sequence takes it
-            self._take(room, 1)
-            self._add(room - rest * length, 1)
-            placed += rest
-        return placed
 
-    def _add(self, room: int, num_bins: int) -> None:
-        if room and num_bins:
-            if room not in self._num_by_room:
-                insort(self._rooms, room)
-            self._num_by_room[room] = self._num_by_room.get(room, 0) + num_bins
-
-    def _take(self, room: int, num_bins: int) -> None:
-        if not num_bins:
-            return
-        left = self._num_by_room[room] - num_bins
-        if left:
-            self._num_by_room[room] = left
-        else:
-            del self._num_by_room[room]
-            del self._rooms[bisect_left(self._rooms, room)]
+def describe_lengths(rows_by_length: Mapping[int, int], seq_len: int) -> dict[str, Any]:
+    """What reports say of row lengths: percentiles, histogram, packed rows."""
+    return {
+        "percentiles": percentiles(rows_by_length),
+        "histogram": buckets(rows_by_length),
+        "num_packed_rows": count_packed_rows(rows_by_length, seq_len),
+    }
 
 
 def pack_best_fit(lengths: Sequence[int], seq_len: int) -> list[list[int]]:

@@ -1,65 +1,216 @@
-"""Profile a dataset: token counts of all rows or of an even sample, in bounded memory."""
+"""Profile a dataset: token counts of all rows or of an even sample, in bounded memory.
+
+Tokens are counted by the model's own tokenizer where its file is present, else guessed.
+"""
 
 from __future__ import annotations
 
+import math
 import random
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from tightfit.core.data_profile import DataProfile
 from tightfit.core.errors import InvalidInputError
-from tightfit.core.strategy import MAX_SEQ_LEN
-from tightfit.core.training import DataSource
-from tightfit.data.formats import Turns, to_turns
-from tightfit.data.packing import (
-    buckets,
-    count_packed_rows,
-    estimate_padding_waste,
-    percentiles,
-    scaled,
-)
+from tightfit.core.profiles import DataProfile
+from tightfit.core.settings import MAX_SEQ_LEN
+from tightfit.core.strategy import DataSource
+from tightfit.data.formats import Turns
+from tightfit.data.packing import describe_lengths, estimate_padding_waste, scaled
+from tightfit.data.readers import ReadMeter, ReadProgress, file_size
 from tightfit.data.sources import OpenedSource, data_files, open_source, read_source
-from tightfit.data.streams import ReadMeter, ReadProgress, file_size
-from tightfit.data.token_counts import (
-    TOKENS_PER_MESSAGE,
-    TOKENS_PER_ROW,
-    TRAINED_END_TOKENS,
-    TokenCounter,
-    token_counter,
-)
 from tightfit.data.token_store import TokenStore, epoch_rows
+from tightfit.models.resolve import locate_hub_cache
+
+# Guessed tokens: text is split into words, numbers and marks, as byte-pair tokenizers do, and each
+# is priced. Prices are fitted to six vocabularies (GPT-2, SmolLM2, Mistral v3, Tekken, Qwen,
+# DeepSeek): at most 12% off their mean on English text and code, 25% on 22 other languages.
+
+TOKENS_PER_WORD = 1.07
+TOKENS_PER_LETTER = 0.013
+TOKENS_PER_DIGIT = 0.8
+TOKENS_PER_MARK = 1.1
+MAX_LETTERS_PER_TOKEN = 8.0
+"""Runs of letters that are no words (encodings, keys) cost by length."""
+
+_TOKENS_PER_CHAR = (
+    # (first code point, tokens per character, what lives from there on)
+    (0x0080, 1.0, "Latin-1 signs"),
+    (0x00C0, 2.0, "Latin letters with accents: such languages also split their words more"),
+    (0x0250, 1.5, "phonetic letters and combining marks"),
+    (0x0370, 1.0, "Greek"),
+    (0x0400, 0.5, "Cyrillic"),
+    (0x0530, 1.2, "Armenian"),
+    (0x0590, 0.9, "Hebrew and Arabic"),
+    (0x0900, 1.25, "scripts of India, Georgia and Southeast Asia"),
+    (0x0E00, 0.9, "Thai and Lao"),
+    (0x0F00, 1.25, "Tibetan, Burmese, Georgian, Ethiopic, Khmer"),
+    (0x1E00, 1.2, "more Latin letters with accents (Vietnamese) and Greek"),
+    (0x2000, 1.0, "typographic marks and symbols"),
+    (0x2E80, 0.95, "Chinese"),
+    (0x3000, 0.85, "Japanese kana and full-width marks"),
+    (0x3100, 0.95, "Chinese"),
+    (0xA000, 1.25, "rare scripts"),
+    (0xAC00, 1.05, "Korean"),
+    (0xD800, 1.0, "presentation forms"),
+    (0x10000, 2.0, "emoji and rare characters"),
+)
+_STARTS = [start for start, _, _ in _TOKENS_PER_CHAR]
+
+_LETTER, _DIGIT, _MARK, _SPACE = "a", "0", ".", " "
+
+
+def _shape_of(code: int) -> str:
+    char = chr(code)
+    if char.isascii():
+        if char.isalpha():
+            return _LETTER
+        if char.isdigit():
+            return _DIGIT
+        return _SPACE if char.isspace() or not char.isprintable() else _MARK
+    is_latin = 0x00C0 <= code < 0x0250 or 0x1E00 <= code < 0x1F00
+    return _LETTER if is_latin else _SPACE
+
+
+class _Shapes(dict[int, str]):
+    def __missing__(self, code: int) -> str:
+        shape = self[code] = _shape_of(code)
+        return shape
+
+
+@cache
+def _price(char: str) -> float:
+    code = ord(char)
+    return 0.0 if code < 0x80 else _TOKENS_PER_CHAR[bisect_right(_STARTS, code) - 1][1]
+
+
+_ASCII_SHAPES = bytes(ord(_shape_of(code)) if code < 128 else ord(" ") for code in range(256))
+_ONLY_LETTERS = bytes(ord("a") if code == ord("a") else ord(" ") for code in range(256))
+_SHAPES = _Shapes()
+
+
+def guess_tokens(text: str) -> int:
+    """About how many tokens a byte-pair tokenizer makes of `text`; one per byte at most."""
+    if text.isascii():
+        shape = text.encode("ascii").translate(_ASCII_SHAPES)
+        foreign, num_bytes = 0.0, len(shape)
+    else:
+        shape = text.translate(_SHAPES).encode("ascii")
+        foreign = sum(_price(char) * times for char, times in Counter(text).items())
+        num_bytes = len(text.encode("utf-8", "surrogatepass"))
+    num_letters = shape.count(b"a")
+    num_words = (b" " + shape.translate(_ONLY_LETTERS)).count(b" a")
+    words = TOKENS_PER_WORD * num_words + TOKENS_PER_LETTER * num_letters
+    ascii_tokens = (
+        max(words, num_letters / MAX_LETTERS_PER_TOKEN)
+        + TOKENS_PER_DIGIT * shape.count(b"0")
+        + TOKENS_PER_MARK * shape.count(b".")
+    )
+    return min(math.ceil(ascii_tokens + foreign), num_bytes)
+
+
+# Token counters: the model's own tokenizer where its file is at hand, else a guess.
+
+TOKENS_PER_MESSAGE = 5
+"""What a chat template adds around a message. ChatML: opening mark, role, line end, closing mark,
+line end (five, measured with SmolLM2-135M-Instruct's template and vocabulary). Llama 3: two header
+marks, role, blank line, end of turn (five by its published form, huggingface.co/blog/llama3).
+A default system prompt, which some templates add, is not counted."""
+TOKENS_PER_ROW = 1
+"""The begin-of-text or end-of-text mark."""
+TRAINED_END_TOKENS = 1
+"""The mark that ends an answer is learnt with it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenCounter:
+    """Counts tokens of many texts at once."""
+
+    count: Callable[[Sequence[str]], list[int]]
+    is_exact: bool
+    description: str
+
+
+def token_counter(model: str | None) -> TokenCounter:
+    """The best counter for a model name or folder, without network or torch."""
+    if model is None:
+        return _guessing("no model named")
+    path = find_tokenizer(model)
+    if path is None:
+        return _guessing(f"no tokenizer.json of {model} on this machine")
+    try:
+        import tokenizers
+    except ImportError:
+        return _guessing("for exact counts: pip install 'tightfit[data]'")
+    return _exact(tokenizers, path)
+
+
+def find_tokenizer(model: str) -> Path | None:
+    """`tokenizer.json` of a model folder, or of a hub id in the local cache."""
+    try:
+        path = Path(model).expanduser()
+        path = path / "tokenizer.json" if path.is_dir() else path
+        if path.name == "tokenizer.json":
+            return path if path.is_file() else None
+        cache = locate_hub_cache()
+        if cache is None or model.count("/") != 1 or model.startswith((".", "/", "~")):
+            return None
+        repository = cache / ("models--" + model.replace("/", "--"))
+        found = sorted(
+            repository.glob("snapshots/*/tokenizer.json"), key=lambda p: p.stat().st_mtime
+        )
+        main = repository / "refs" / "main"
+        if main.is_file():
+            name = main.read_text(errors="replace").strip()
+            found += [path for path in found if path.parent.name == name]
+    except (OSError, RuntimeError, ValueError):
+        return None  # a name no file system takes, or `~nobody`: then there is no such file
+    return found[-1] if found else None
+
+
+def _guessing(why: str) -> TokenCounter:
+    return TokenCounter(
+        count=lambda texts: [guess_tokens(text) for text in texts],
+        is_exact=False,
+        description=f"guessed from words, digits and marks, about 4 characters per token in English"
+        f" ({why})",
+    )
+
+
+def _exact(tokenizers: Any, path: Path) -> TokenCounter:
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises bare Exception
+        raise InvalidInputError(
+            f"{path} is not a tokenizer this version reads: {str(error)[:200]}.",
+            remedy="download the model's tokenizer.json again, or plan without the tokenizer by "
+            "naming the model by its catalogue name",
+        ) from error
+    # The file may ask for truncation or padding, which would falsify every length.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    encode = getattr(tokenizer, "encode_batch_fast", tokenizer.encode_batch)
+
+    def count(texts: Sequence[str]) -> list[int]:
+        try:
+            encoded = encode(list(texts), add_special_tokens=False)
+        except TypeError:  # half a surrogate pair, which JSON can write and UTF-8 cannot
+            whole = [text.encode("utf-8", "replace").decode("utf-8") for text in texts]
+            encoded = encode(whole, add_special_tokens=False)
+        return [len(item) for item in encoded]
+
+    return TokenCounter(count=count, is_exact=True, description=f"counted with {path}")
+
 
 # Counting rows in batches, all of them or an even sample, in bounded memory.
 
 _BATCH_ROWS = 512
 _BATCH_CHARS = 4_000_000
 _SAMPLE_SEED = 20_240_917  # fixed: the same file gives the same profile
-
-
-@dataclass(slots=True, kw_only=True)
-class TokenTotals:
-    """Sums over counted rows, cut to `seq_len`; memory grows with distinct lengths only."""
-
-    seq_len: int
-    rows_by_length: Counter[int] = field(default_factory=Counter)
-    num_rows: int = 0
-    num_tokens: int = 0
-    num_trained_tokens: int = 0
-    num_truncated: int = 0
-    num_lost_tokens: int = 0
-
-    def add(self, length: int, num_trained: int, copies: int = 1) -> None:
-        """One row. Truncation keeps its head, so the answer at its end is lost first."""
-        lost = max(length - self.seq_len, 0)
-        self.rows_by_length[length - lost] += copies
-        self.num_rows += copies
-        self.num_tokens += (length - lost) * copies
-        self.num_trained_tokens += max(num_trained - lost, 0) * copies
-        self.num_truncated += copies if lost > 0 else 0
-        self.num_lost_tokens += lost * copies
 
 
 class _Sampled(NamedTuple):
@@ -75,13 +226,21 @@ class TokenTally:
 
     Every row is equally likely to be kept, wherever it stands in the file, and
     the longest row by characters is counted for `longest` even if not kept.
+    Memory grows with distinct lengths and with `limit` only.
     """
 
     def __init__(self, *, counter: TokenCounter, seq_len: int, limit: int | None) -> None:
         self.counter = counter
-        self.totals = TokenTotals(seq_len=seq_len)
+        self.seq_len = seq_len
         self.num_rows = 0
         self.longest = 0
+        # Of the rows that were counted, each cut to `seq_len`.
+        self.rows_by_length: Counter[int] = Counter()
+        self.num_counted = 0
+        self.num_tokens = 0
+        self.num_trained_tokens = 0
+        self.num_truncated = 0
+        self.num_lost_tokens = 0
         self._limit = limit
         self._threshold = 1.0
         self._sample: list[_Sampled] = []
@@ -112,7 +271,7 @@ class TokenTally:
             [(length, _)] = self._count([self._longest_turns])
             self.longest = max(self.longest, length)
         for item in self._sample:
-            self.totals.add(item.length, item.num_trained, item.copies)
+            self._add_up(item.length, item.num_trained, item.copies)
         self._sample.clear()
 
     def _count_pending(self) -> None:
@@ -120,7 +279,7 @@ class TokenTally:
         for (mark, copies, _), (length, num_trained) in zip(self._pending, counts, strict=True):
             self.longest = max(self.longest, length)
             if self._limit is None:
-                self.totals.add(length, num_trained, copies)
+                self._add_up(length, num_trained, copies)
             else:
                 self._sample.append(_Sampled(mark, length, num_trained, copies))
         self._pending.clear()
@@ -128,6 +287,16 @@ class TokenTally:
         while self._limit is not None and len(self._sample) > self._limit:
             self._threshold /= 2
             self._sample = [item for item in self._sample if item.mark < self._threshold]
+
+    def _add_up(self, length: int, num_trained: int, copies: int) -> None:
+        """One row. Truncation keeps its head, so the answer at its end is lost first."""
+        lost = max(length - self.seq_len, 0)
+        self.rows_by_length[length - lost] += copies
+        self.num_counted += copies
+        self.num_tokens += (length - lost) * copies
+        self.num_trained_tokens += max(num_trained - lost, 0) * copies
+        self.num_truncated += copies if lost > 0 else 0
+        self.num_lost_tokens += lost * copies
 
     def _count(self, batch: list[Turns]) -> list[tuple[int, int]]:
         prompts = self.counter.count([turns.prompt for turns in batch])
@@ -156,14 +325,14 @@ def profile_dataset(
     seq_len: int,
     model: str | None = None,
     sample_limit: int | None = None,
-    watch: Callable[[ReadProgress], None] | None = None,
+    progress: Callable[[ReadProgress], None] | None = None,
 ) -> DataProfile:
     """Lengths, truncation, padding and packing of a dataset at `seq_len`.
 
     Every row is read and checked. With a tokenizer at hand, tokens of at most
-    `sample_limit` rows are counted (50,000 unless told), drawn evenly over the
+    `sample_limit` rows are counted (50,000 by default), drawn evenly over the
     whole file, and the longest row by characters always; guesses cost so little
-    that all rows are counted unless told. `watch` is called about five times a
+    that all rows are counted by default. `progress` is called about five times a
     second and at the end with the rows and bytes read.
     """
     if not 0 < seq_len <= MAX_SEQ_LEN:
@@ -177,7 +346,7 @@ def profile_dataset(
     formats: dict[str, None] = {}
     opened = _open(source)
     total = sum(file_size(path) for item in opened for path in item.files)
-    meter = ReadMeter(watch, total_bytes=total)
+    meter = ReadMeter(progress, total_bytes=total)
     draw = random.Random(_SEED)
     for item in opened:
         for row, row_format in read_source(item, meter):
@@ -185,9 +354,9 @@ def profile_dataset(
             # A weight of 2.5 shows a row twice, and every other row once more.
             copies = int(item.source.weight + draw.random())
             if copies or not tally.num_rows:
-                tally.add(to_turns(row, row_format), copies=max(copies, 1))
+                tally.add(row_format.to_turns(row), copies=max(copies, 1))
             else:
-                to_turns(row, row_format)  # every row is checked
+                row_format.to_turns(row)  # every row is checked
             meter.add_row()
     tally.finish()
     meter.finish()
@@ -208,7 +377,6 @@ def profile_from_store(store: TokenStore) -> DataProfile:
     sides = np.maximum(num_trained, whole - num_trained) if about.is_encoder_decoder else whole
     values, counts = np.unique(sides, return_counts=True)
     lengths = dict(zip(values.tolist(), counts.tolist(), strict=True))
-    num_packed = count_packed_rows(lengths, about.seq_len)
     num_tokens = int(sides.sum())
     share = len(rows) / len(store)
     return DataProfile(
@@ -219,21 +387,26 @@ def profile_from_store(store: TokenStore) -> DataProfile:
         num_trained_tokens=max(int(num_trained.sum()), 1),
         mean_tokens=num_tokens / len(rows),
         max_tokens=int(values[-1]),
-        percentiles=percentiles(lengths),
-        histogram=buckets(lengths),
         num_truncated=round(about.num_truncated * share),
         seq_len=about.seq_len,
-        tokenizer=f"encoded with {Path(about.tokenizer).name}, template {about.template}",
+        tokenizer=f"the model's tokenizer, template {about.template}",
         is_exact=True,
-        padding_waste_fraction={
-            str(size): estimate_padding_waste(lengths.items(), size) for size in MICRO_BATCHES
-        },
-        packing_waste_fraction=1.0 - num_tokens / (num_packed * about.seq_len),
-        num_packed_rows=num_packed,
         num_counted_rows=len(rows),
         longest_row_tokens=about.longest_row_tokens,
         num_lost_tokens=round(about.num_lost_tokens * share),
+        **_describe_lengths(lengths, about.seq_len),
     )
+
+
+def _describe_lengths(lengths: Mapping[int, int], seq_len: int) -> dict[str, Any]:
+    """The fields of a profile that follow from the row lengths alone."""
+    described = describe_lengths(lengths, seq_len)
+    num_tokens = sum(length * rows for length, rows in lengths.items())
+    waste = {str(size): estimate_padding_waste(lengths.items(), size) for size in MICRO_BATCHES}
+    return described | {
+        "padding_waste_fraction": waste,
+        "packing_waste_fraction": 1.0 - num_tokens / (described["num_packed_rows"] * seq_len),
+    }
 
 
 def _open(source: Sources) -> list[OpenedSource]:
@@ -257,53 +430,40 @@ def _open(source: Sources) -> list[OpenedSource]:
 
 
 def _summary(tally: TokenTally, source: str, row_format: str) -> DataProfile:
-    totals = tally.totals
-    factor = tally.num_rows / totals.num_rows
-    if not totals.num_trained_tokens:
-        raise _nothing_to_train(source, totals)
-    lengths = scaled(totals.rows_by_length, tally.num_rows)
-    total = round(totals.num_tokens * factor)
-    num_packed = count_packed_rows(lengths, totals.seq_len)
-    packed_tokens = sum(length * rows for length, rows in lengths.items())
+    factor = tally.num_rows / tally.num_counted
+    if not tally.num_trained_tokens and tally.num_truncated:
+        raise InvalidInputError(
+            f"{source}: every answer is cut off at {tally.seq_len} tokens, so nothing is trained.",
+            remedy="raise --seq-len, or shorten the prompts",
+        )
+    if not tally.num_trained_tokens:
+        raise InvalidInputError(
+            f"{source}: no row has an answer, so nothing is trained.",
+            remedy="give rows an answer: an assistant message, or text under `output` or "
+            "`completion`",
+        )
+    lengths = scaled(tally.rows_by_length, tally.num_rows)
+    total = round(tally.num_tokens * factor)
+    counted = [
+        tally.counter.description,
+        f"{TOKENS_PER_MESSAGE} tokens per message for the template",
+    ]
+    if tally.num_counted < tally.num_rows:
+        counted.append(f"{tally.num_counted:,} of {tally.num_rows:,} rows counted")
     return DataProfile(
         source=source,
         format=row_format,
         num_rows=tally.num_rows,
         num_tokens=total,
-        num_trained_tokens=max(round(totals.num_trained_tokens * factor), 1),
+        num_trained_tokens=max(round(tally.num_trained_tokens * factor), 1),
         mean_tokens=total / tally.num_rows,
-        max_tokens=min(tally.longest, totals.seq_len),
-        percentiles=percentiles(lengths),
-        histogram=buckets(lengths),
-        num_truncated=round(totals.num_truncated * factor),
-        seq_len=totals.seq_len,
-        tokenizer=_described(tally, totals.num_rows),
+        max_tokens=min(tally.longest, tally.seq_len),
+        num_truncated=round(tally.num_truncated * factor),
+        seq_len=tally.seq_len,
+        tokenizer="; ".join(counted),
         is_exact=tally.counter.is_exact,
-        padding_waste_fraction={
-            str(size): estimate_padding_waste(lengths.items(), size) for size in MICRO_BATCHES
-        },
-        packing_waste_fraction=1.0 - packed_tokens / (num_packed * totals.seq_len),
-        num_packed_rows=num_packed,
-        num_counted_rows=totals.num_rows,
+        num_counted_rows=tally.num_counted,
         longest_row_tokens=tally.longest,
-        num_lost_tokens=round(totals.num_lost_tokens * factor),
-    )
-
-
-def _described(tally: TokenTally, num_counted: int) -> str:
-    parts = [tally.counter.description, f"{TOKENS_PER_MESSAGE} tokens per message for the template"]
-    if num_counted < tally.num_rows:
-        parts.append(f"{num_counted:,} of {tally.num_rows:,} rows counted")
-    return "; ".join(parts)
-
-
-def _nothing_to_train(source: str, totals: TokenTotals) -> InvalidInputError:
-    if totals.num_truncated:
-        return InvalidInputError(
-            f"{source}: every answer is cut off at {totals.seq_len} tokens, so nothing is trained.",
-            remedy="raise --seq-len, or shorten the prompts",
-        )
-    return InvalidInputError(
-        f"{source}: no row has an answer, so nothing is trained.",
-        remedy="give rows an answer: an assistant message, or text under `output` or `completion`",
+        num_lost_tokens=round(tally.num_lost_tokens * factor),
+        **_describe_lengths(lengths, tally.seq_len),
     )

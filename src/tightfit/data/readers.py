@@ -1,263 +1,531 @@
-"""Rows of JSON, JSON Lines, CSV, TSV, text, Parquet and Arrow files, one at a time."""
+"""Rows of JSON, JSON Lines, CSV, TSV, text, Parquet and Arrow files, one at a time, decompressed
+while reading.
+
+Readers yield rows, and in the place of a row that cannot be read the error that says why; they
+raise where the file itself breaks off.
+"""
 
 from __future__ import annotations
 
+import bz2
 import csv
+import gzip
+import importlib
 import json
+import lzma
 import re
-import sys
-from collections.abc import Callable, Iterator
+import shlex
+import stat
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from itertools import chain
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple, cast
 
-from tightfit.core.errors import InvalidInputError, SetupError, UserError
-from tightfit.core.suggest import did_you_mean
-from tightfit.data.streams import (
-    MAX_LINE_BYTES,
-    ReadMeter,
-    Row,
-    check_is_text,
-    file_size,
-    iter_lines,
-    not_an_object_error,
-    place,
-    require_file,
-    unreadable,
-    wrong_encoding,
-)
+from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError, UserError
+from tightfit.core.files import describe_kind
+from tightfit.core.text import did_you_mean, printable
 
+# How far reading has come, reported about five times a second.
+
+_EVERY_SECONDS = 0.2
+_ROWS_BETWEEN_LOOKS = 64
+WRITE_ROWS = 'write rows into it, such as {"prompt": "...", "completion": "..."} on each line'
+"""The remedy for a file without rows."""
+
+
+class ReadProgress(NamedTuple):
+    """What has been read so far; bytes are those on disk, so compressed ones count as such."""
+
+    num_rows: int
+    num_bytes: int
+    total_bytes: int
+
+    @property
+    def fraction(self) -> float:
+        return min(self.num_bytes / self.total_bytes, 1.0) if self.total_bytes else 0.0
+
+
+class ReadMeter:
+    """Counts rows and bytes over all files of a source."""
+
+    def __init__(
+        self, report: Callable[[ReadProgress], None] | None = None, *, total_bytes: int = 0
+    ) -> None:
+        self._report = report
+        self._total_bytes = total_bytes
+        self._num_rows = 0
+        self._done_bytes = 0
+        self._position = 0
+        self._last = time.monotonic()
+
+    def add_row(self) -> None:
+        self._num_rows += 1
+        if self._num_rows % _ROWS_BETWEEN_LOOKS == 0:
+            self._look()
+
+    def move_to(self, position: int) -> None:
+        """Where the reading of the present file stands."""
+        self._position = max(self._position, position)
+        self._look()
+
+    def close_file(self, size: int) -> None:
+        """The present file is done; the next one starts at its own zero."""
+        self._done_bytes += size
+        self._position = 0
+
+    def finish(self) -> None:
+        """Report the last state, however short the time."""
+        if self._report is not None:
+            self._report(self._state())
+
+    def _look(self) -> None:
+        if self._report is not None and time.monotonic() - self._last >= _EVERY_SECONDS:
+            self._report(self._state())
+            self._last = time.monotonic()
+
+    def _state(self) -> ReadProgress:
+        return ReadProgress(self._num_rows, self._done_bytes + self._position, self._total_bytes)
+
+
+# Row: one example of a dataset, and where it stands on disk.
+
+
+class Row(NamedTuple):
+    """One object of a data file. `number` counts from 1, in what `unit` names."""
+
+    values: Mapping[str, Any]
+    path: Path
+    number: int
+    unit: str
+    """`line` where the format has lines a user can go to, else `row`."""
+
+    @property
+    def place(self) -> str:
+        return place(self.path, self.number, self.unit)
+
+
+def place(path: Path, number: int, unit: str = "line") -> str:
+    """`train.jsonl line 12`: what an editor and a person both find."""
+    return f"{path} {unit} {number}"
+
+
+def excerpt(value: object, *, most: int = 60) -> str:
+    """A value short enough for a message, control characters escaped."""
+    text = repr(value) if not isinstance(value, str) else value
+    text = text if len(text) <= most else text[: most - 3] + "..."
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)
+
+
+def json_type_name(value: object) -> str:
+    """The JSON name of a value's type, with its article."""
+    names = {bool: "a true/false value", str: "text", int: "a number", float: "a number"}
+    if value is None:
+        return "null"
+    if isinstance(value, list | tuple):
+        return "a list"
+    if isinstance(value, Mapping):
+        return "an object"
+    return names.get(type(value), f"a {type(value).__name__}")
+
+
+COMPRESSIONS = {
+    ".gz": ("gzip", b"\x1f\x8b"),
+    ".bz2": ("bzip2", b"BZh"),
+    ".xz": ("xz", b"\xfd7zXZ\x00"),
+    ".zst": ("zstd", b"\x28\xb5\x2f\xfd"),
+}
+_FOREIGN = {
+    b"PAR1": "a Parquet file; name it .parquet",
+    b"SQLite format 3": "an SQLite database; export its table to JSON Lines",
+    b"PK\x03\x04": "a zip archive (or a spreadsheet); unpack it or save it as CSV",
+    b"%PDF": "a PDF; extract its text first",
+    b"GGUF": "a GGUF model, not a dataset",
+    b"ARROW1": "an Arrow file; name it .arrow",
+    b"\xff\xfe": "UTF-16 text; convert it with: iconv -f UTF-16 -t UTF-8",
+    b"\xfe\xff": "UTF-16 text; convert it with: iconv -f UTF-16 -t UTF-8",
+}
+_PROBE_BYTES = 4096
+_CHUNK_BYTES = 1 << 18
+MAX_LINE_BYTES = 64 * 2**20
+"""Of one row. The longest sequence that can be asked for has fewer characters."""
+MAX_BLANK_BYTES = 8 * 2**20
+"""Of blank lines in a row, which would cost seconds and mean nothing."""
+MAX_JSON_BYTES = 4 * 2**30
+"""Of one JSON text, which is held in memory twice while it is decoded."""
+MAX_EXPANSION = 100
+"""Text packs to a fifth, logs to a twentieth; what packs so much better is a bomb."""
+_EXPANSION_GRACE_BYTES = 16 * 2**20
+DECOMPRESSION_ERRORS = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile)
+
+
+@contextmanager
+def open_data(path: Path, meter: ReadMeter | None = None) -> Iterator[IO[bytes]]:
+    """The file's plain bytes. Compression is recognised by content, whatever the name."""
+    require_file(path)
+    try:
+        with path.open("rb") as raw:
+            head = raw.read(_PROBE_BYTES)
+    except OSError as error:
+        raise unreadable(path, error) from error
+    if not head:
+        raise InvalidInputError(f"{path} is empty.", remedy=WRITE_ROWS)
+    compression = _compression(path, head)
+    try:
+        with path.open("rb") as raw, _unpack(path, raw, compression) as stream:
+            is_packed = compression is not None
+            metered = _MeteredStream(path, raw, stream, meter or ReadMeter(), is_packed=is_packed)
+            yield cast(IO[bytes], metered)
+    except UserError:
+        raise
+    except DECOMPRESSION_ERRORS as error:
+        raise damaged(path, error) from error
+    except OSError as error:  # bz2 reports broken data as a plain OSError without an errno
+        raise (unreadable(path, error) if error.errno else damaged(path, error)) from error
+
+
+class _MeteredStream:
+    """A stream that reports where its file stands, and stops one that unpacks without end."""
+
+    def __init__(
+        self, path: Path, raw: IO[bytes], stream: IO[bytes], meter: ReadMeter, *, is_packed: bool
+    ) -> None:
+        self._path = path
+        self._raw = raw
+        self._stream = stream
+        self._meter = meter
+        self._is_packed = is_packed
+        self._num_unpacked = 0
+
+    def read(self, size: int) -> bytes:
+        try:
+            chunk = self._stream.read(size)
+        except (OSError, *DECOMPRESSION_ERRORS):
+            raise
+        except Exception as error:  # zstd modules raise errors of their own
+            raise damaged(self._path, error) from error
+        position = self._raw.tell()
+        self._meter.move_to(position)
+        if self._is_packed:
+            self._num_unpacked += len(chunk)
+            if self._num_unpacked > _EXPANSION_GRACE_BYTES + MAX_EXPANSION * position:
+                raise InvalidInputError(
+                    f"{self._path} unpacks to more than {MAX_EXPANSION} times its size, "
+                    "which no text does.",
+                    remedy="look at it before it is unpacked: it repeats itself without end",
+                )
+        return chunk
+
+
+def require_file(path: Path) -> None:
+    """A regular file that is there; never a pipe, which would hang, nor a device."""
+    mode = file_mode(path)
+    if not stat.S_ISREG(mode):
+        kind = describe_kind(mode) or "not a regular file"
+        raise InvalidInputError(f"{path} is {kind}.", remedy="name a data file")
+
+
+def file_mode(path: Path) -> int:
+    """The mode bits of an existing path."""
+    try:
+        return path.stat().st_mode
+    except FileNotFoundError as error:
+        beside: list[str] = []
+        folder = "a folder that was deleted"
+        with suppress(OSError):
+            beside = [item.name for item in path.parent.iterdir()]
+        with suppress(OSError):
+            folder = printable(str(path.absolute().parent), most=400)
+        raise NotFoundError(
+            f"There is no data file {printable(str(path), most=400)}."
+            f"{did_you_mean(path.name, beside)}",
+            remedy=f"name an existing file or folder; this one was looked for in {folder} "
+            "(a path in a recipe starts at the recipe's folder, any other where the command runs)",
+        ) from error
+    except (OSError, ValueError) as error:
+        raise unreadable(path, error) from error
+
+
+def file_size(path: Path) -> int:
+    """Bytes on disk; 0 where they cannot be read, which reading will report."""
+    try:
+        return path.stat().st_size
+    except (OSError, ValueError):
+        return 0
+
+
+def unreadable(path: Path, error: Exception) -> UserError:
+    shown = printable(str(path), most=400)
+    if isinstance(error, PermissionError):
+        return SetupError(
+            f"Cannot read {shown}: permission denied.",
+            remedy=f"ask its owner for read permission; who may read it: ls -ld {_shell(path)}",
+        )
+    reason = getattr(error, "strerror", None) or str(error)
+    return InvalidInputError(
+        f"Cannot read {shown}: {reason}.",
+        remedy=f"check that it is readable: ls -ld {_shell(path)}",
+    )
+
+
+def _shell(path: Path) -> str:
+    return shlex.quote(printable(str(path), most=400))
+
+
+def damaged(path: Path, error: Exception) -> InvalidInputError:
+    return InvalidInputError(
+        f"{path} is truncated or damaged: {error}.",
+        remedy="copy or download the file again; `gzip -t`, `xz -t` or `bzip2 -t` tests it",
+    )
+
+
+def iter_lines(stream: IO[bytes], path: Path) -> Iterator[bytes]:
+    """Lines without their line ends, read in chunks so that memory holds one line, not the file."""
+    pieces: list[bytes] = []
+    num_held = num_blank = number = 0
+    while chunk := stream.read(_CHUNK_BYTES):
+        if not number and not pieces:
+            check_is_text(path, chunk[:_PROBE_BYTES])
+        num_blank = num_blank + len(chunk) if chunk.isspace() else 0
+        if num_blank > MAX_BLANK_BYTES:
+            raise InvalidInputError(
+                f"{place(path, number + 1)} comes after {MAX_BLANK_BYTES // 2**20} MiB of blanks.",
+                remedy=f"leave the blank lines out: grep -v '^[[:space:]]*$' {_shell(path)} > rows",
+            )
+        first, *lines = chunk.split(b"\n")
+        pieces.append(first)
+        num_held += len(first)
+        if num_held > MAX_LINE_BYTES:
+            raise InvalidInputError(
+                f"{place(path, number + 1)} begins a row of more than "
+                f"{MAX_LINE_BYTES // 2**20} MiB.",
+                remedy="split it into shorter rows; no context is that long",
+            )
+        if lines:
+            rest = lines.pop()
+            number += 1 + len(lines)
+            yield b"".join(pieces)
+            yield from lines
+            pieces, num_held = [rest], len(rest)
+    if num_held:
+        yield b"".join(pieces)
+
+
+def check_is_text(path: Path, head: bytes) -> None:
+    """Refuse what is clearly no UTF-8 text, naming what it looks like."""
+    for magic, name in _FOREIGN.items():
+        if head.startswith(magic):
+            raise InvalidInputError(f"{path} is not text.", remedy=f"it looks like {name}")
+    if b"\x00" in head:
+        raise InvalidInputError(
+            f"{path} is not text: it holds NUL bytes.",
+            remedy="name a JSON, JSON Lines, CSV, TSV, text or Parquet file",
+        )
+
+
+def wrong_encoding(path: Path, line: int, error: UnicodeDecodeError) -> InvalidInputError:
+    byte = error.object[error.start]
+    return InvalidInputError(
+        f"{place(path, line)} is not UTF-8: byte 0x{byte:02x}.",
+        remedy=f"convert it: iconv -f LATIN1 -t UTF-8 '{path}' > utf8{path.suffix}",
+    )
+
+
+def _compression(path: Path, head: bytes) -> str | None:
+    for name, magic in COMPRESSIONS.values():
+        if head.startswith(magic):
+            return name
+    claimed = COMPRESSIONS.get(path.suffix.lower())
+    if claimed:
+        raise InvalidInputError(
+            f"{path} is named like {claimed[0]} but its content is not {claimed[0]}.",
+            remedy=f"rename it without {path.suffix}, or compress it again",
+        )
+    return None
+
+
+def _unpack(path: Path, raw: IO[bytes], compression: str | None) -> IO[bytes]:
+    if compression is None:
+        return raw
+    if compression != "zstd":
+        module: Any = {"gzip": gzip, "bzip2": bz2, "xz": lzma}[compression]
+        return cast(IO[bytes], module.open(raw, "rb"))
+    for name in ("compression.zstd", "zstandard", "pyzstd"):
+        try:
+            module = importlib.import_module(name)
+        except ImportError:
+            continue
+        return cast(IO[bytes], module.open(raw, "rb"))
+    raise SetupError(
+        f"{path} is zstd-compressed and no zstd module is installed.",
+        remedy=f"pip install zstandard, or unpack it: zstd -d {_shell(path)}",
+    )
+
+
+Item = Row | InvalidInputError
 LIST_KEYS = ("data", "train", "rows", "examples")
 """Where an object that wraps a whole dataset keeps its rows."""
-_CHUNK_CHARS = 1 << 18
 _SPACES = re.compile(r"[ \t\r\n]*")
-_BOM = "\ufeff"
+_DECODER = json.JSONDecoder()
 
 
-def read_json_lines(
-    stream: IO[bytes], path: Path, on_fault: Callable[[UserError], None] | None = None
-) -> Iterator[Row]:
-    """One object per line; blank lines are passed over, and broken ones where faults are told."""
+def read_json_lines(stream: IO[bytes], path: Path) -> Iterator[Item]:
+    """One object per line; blank lines are passed over."""
     for number, raw in enumerate(iter_lines(stream, path), start=1):
-        if number == 1:
-            raw = raw.removeprefix(b"\xef\xbb\xbf")  # noqa: PLW2901
-        if raw and not raw.isspace():
-            try:
-                value = _parse_line(raw, path, number)
-            except InvalidInputError as error:
-                if on_fault is None:
-                    raise
-                on_fault(error)
-            else:
-                yield Row(value, path, number, "line")
+        line = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
+        if line and not line.isspace():
+            yield _parse_line(line, path, number)
 
 
-def _parse_line(raw: bytes, path: Path, number: int) -> dict[str, Any]:
+def _parse_line(raw: bytes, path: Path, number: int) -> Item:
     try:
         value = json.loads(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise wrong_encoding(path, number, error) from error
+        return wrong_encoding(path, number, error)
     except json.JSONDecodeError as error:
-        raise _not_json(path, number, error.msg, f"column {error.colno}") from error
+        return _not_json(path, number, error.msg, f"column {error.colno}")
     except (ValueError, RecursionError) as error:
-        raise _not_json(path, number, _why(error), "") from error
-    if not isinstance(value, dict):
-        raise not_an_object_error(place(path, number), value)
-    return value
+        return _not_json(path, number, _why(error), "")
+    return _as_row(value, path, number)
 
 
-def read_json(
-    stream: IO[bytes], path: Path, on_fault: Callable[[UserError], None] | None = None
-) -> Iterator[Row]:
+def _as_row(value: Any, path: Path, number: int, unit: str = "line") -> Item:
+    if isinstance(value, dict):
+        return Row(value, path, number, unit)
+    return InvalidInputError(
+        f"{place(path, number, unit)} is {json_type_name(value)}, not an object with keys: "
+        f"{excerpt(value)}",
+        remedy='write each row as an object, like {"prompt": "...", "completion": "..."}',
+    )
+
+
+def read_json(stream: IO[bytes], path: Path) -> Iterator[Item]:
     """A list of objects, an object that holds such a list, or objects one after another.
 
-    Lists and runs of objects are streamed; only an object around a list is held whole.
+    The text is held in memory; files beyond that belong into JSON Lines.
     """
-    text = _Text(stream, path)
+    text = _JsonText(stream, path)
     first = text.peek()
     if first == "":
-        raise InvalidInputError(f"{path} holds no rows.", remedy="name a file that holds rows")
+        raise InvalidInputError(f"{path} holds no rows.", remedy=WRITE_ROWS)
     if first == "[":
-        yield from _read_list(text, path, on_fault)
+        yield from _read_list(text, path)
         return
     line, value = text.value()
     if text.peek() == "":
         yield from _read_wrapped(value, path, line)
         return
-    while True:
-        if not isinstance(value, dict):
-            raise not_an_object_error(place(path, line), value)
-        yield Row(value, path, line, "line")
-        if text.peek() == "":
-            return
+    yield _as_row(value, path, line)
+    while text.peek() != "":
         line, value = text.value()
+        yield _as_row(value, path, line)
 
 
-def _read_list(
-    text: _Text, path: Path, on_fault: Callable[[UserError], None] | None
-) -> Iterator[Row]:
+def _read_list(text: _JsonText, path: Path) -> Iterator[Item]:
     text.take()
     if text.peek() == "]":
         return
     while True:
         line, value = text.value()
-        if isinstance(value, dict):
-            yield Row(value, path, line, "line")
-        elif on_fault is None:
-            raise not_an_object_error(place(path, line), value)
-        else:
-            on_fault(not_an_object_error(place(path, line), value))
+        yield _as_row(value, path, line)
         mark = text.peek()
         if mark not in ("]", ","):
             reason = "the list is cut off" if mark == "" else f"expected `,` or `]`, not `{mark}`"
-            raise _not_json(path, text.line, reason, text.column)
+            raise text.error(reason)
         text.take()
         if mark == "]":
             break
     if text.peek():
-        raise _not_json(path, text.line, "text after the end of the list", text.column)
+        raise text.error("text after the end of the list")
 
 
-def _read_wrapped(value: Any, path: Path, line: int) -> Iterator[Row]:
-    if not isinstance(value, dict):
-        raise not_an_object_error(place(path, line), value)
-    key = next((key for key in LIST_KEYS if isinstance(value.get(key), list)), None)
-    lists = [name for name, item in value.items() if _is_list_of_objects(item)]
+def _read_wrapped(value: Any, path: Path, line: int) -> Iterator[Item]:
+    held = value if isinstance(value, dict) else {}
+    key = next((key for key in LIST_KEYS if isinstance(held.get(key), list)), None)
+    lists = [name for name, item in held.items() if _is_list_of_objects(item)]
     if key is None and lists and "messages" not in lists and "conversations" not in lists:
         raise InvalidInputError(
             f"{path} keeps its rows under `{lists[0]}`.{did_you_mean(lists[0], LIST_KEYS)}",
             remedy="rename that key to `data`, or write the rows as JSON Lines",
         )
     if key is None:
-        yield Row(value, path, line, "line")
+        yield _as_row(value, path, line)
         return
-    for number, item in enumerate(value[key], start=1):
-        if not isinstance(item, dict):
-            raise not_an_object_error(place(path, number, f"`{key}` row"), item)
-        yield Row(item, path, number, f"`{key}` row")
+    for number, item in enumerate(held[key], start=1):
+        yield _as_row(item, path, number, f"`{key}` row")
 
 
 def _is_list_of_objects(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(i, dict) for i in value[:3])
 
 
-class _Text:
-    """A JSON text read piece by piece: a window on the file that slides past decoded values."""
+class _JsonText:
+    """A JSON text and how far it has been read, by line and column."""
 
     def __init__(self, stream: IO[bytes], path: Path) -> None:
-        self._stream = stream
+        chunks: list[bytes] = []
+        num_bytes = 0
+        while chunk := stream.read(_CHUNK_BYTES):
+            chunks.append(chunk)
+            num_bytes += len(chunk)
+            if num_bytes > MAX_JSON_BYTES:
+                raise InvalidInputError(
+                    f"{path} is one JSON text of more than {MAX_JSON_BYTES // 2**30} GiB.",
+                    remedy="write the rows as JSON Lines, one object per line; "
+                    f"`jq -c '.[]' {path.name} > rows.jsonl` does so for a list",
+                )
+        data = b"".join(chunks)
+        check_is_text(path, data[:_PROBE_BYTES])
+        try:
+            self._text = data.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise wrong_encoding(path, 1 + data.count(b"\n", 0, error.start), error) from error
         self._path = path
-        self._decoder = json.JSONDecoder()
-        self._bytes = b""
-        self._window = ""
         self._at = 0
-        self._is_done = False
-        self.line = 1
-        self._column = 1
-        self._fill()
-        check_is_text(path, self._window[:4096].encode())
-        self._window = self._window.removeprefix(_BOM)
+        self._line = 1
 
     def peek(self) -> str:
         """The next character that is no space, left in place; empty at the end."""
-        while True:
-            found = _SPACES.match(self._window, self._at)
-            end = found.end() if found else self._at
-            self._move(end)
-            if end < len(self._window):
-                return self._window[end]
-            if not self._fill():
-                return ""
+        found = _SPACES.match(self._text, self._at)
+        self._move(found.end() if found else self._at)
+        return self._text[self._at : self._at + 1]
 
     def take(self) -> None:
         """Step over the character just peeked."""
-        self._move(self._at + 1)
+        self._at += 1
 
     def value(self) -> tuple[int, Any]:
         """The next JSON value and the line it starts on."""
         if self.peek() == "":
-            raise _not_json(self._path, self.line, "the file is cut off", self.column)
-        start = self.line
-        while True:
-            try:
-                value, end = self._decoder.raw_decode(self._window, self._at)
-            except RecursionError as error:
-                raise _not_json(self._path, start, _why(error), "") from error
-            except json.JSONDecodeError as error:
-                # A cut-off window and a broken text fail alike; only the end of the file tells.
-                offset = error.pos - self._at
-                if not self._is_cut_off(error) or not self._grow():
-                    self._move(min(self._at + offset, len(self._window)))
-                    raise _not_json(self._path, self.line, error.msg, self.column) from error
-            except ValueError as error:
-                raise _not_json(self._path, start, _why(error), "") from error
-            else:
-                # A bare number may go on in the next chunk.
-                if end == len(self._window) and not isinstance(value, dict | list) and self._grow():
-                    continue
-                self._move(end)
-                return start, value
-
-    @property
-    def column(self) -> str:
-        return f"column {self._column}"
-
-    def _is_cut_off(self, fault: json.JSONDecodeError) -> bool:
-        """Could more text mend it? Faults far from the window's end are real, wherever it ends."""
-        is_open_string = fault.msg.startswith("Unterminated string")
-        return is_open_string or fault.pos >= len(self._window.rstrip()) - 16
-
-    def _grow(self) -> bool:
-        """Double what is held, so that decoding anew stays linear in all."""
-        held = len(self._window) - self._at
-        if held and sys.getsizeof(self._window) >= MAX_LINE_BYTES:
-            raise InvalidInputError(
-                f"{place(self._path, self.line)} begins one JSON value of more than "
-                f"{MAX_LINE_BYTES // 2**20} MiB, or a text that is never closed.",
-                remedy="write the rows as JSON Lines, one object per line; "
-                f"`jq -c '.data[]' {self._path.name} > rows.jsonl` does so for a list under `data`",
-            )
-        return self._fill(max(held, _CHUNK_CHARS))
-
-    def _fill(self, num_bytes: int = _CHUNK_CHARS) -> bool:
-        """Let go of what was decoded and hold `num_bytes` more, joined once."""
-        pieces = [self._window[self._at :]]
-        while num_bytes > 0 and not self._is_done:
-            chunk = self._stream.read(_CHUNK_CHARS)
-            self._is_done = not chunk
-            num_bytes -= len(chunk)
-            pieces.append(self._decode(chunk, pieces))
-        self._window, self._at = "".join(pieces), 0
-        return len(pieces) > 1 and len(self._window) > len(pieces[0])
-
-    def _decode(self, chunk: bytes, before: list[str]) -> str:
-        data = self._bytes + chunk
+            raise self.error("the file is cut off")
+        start = self._line
         try:
-            self._bytes = b""
-            return data.decode("utf-8")
-        except UnicodeDecodeError as error:
-            is_split = chunk and error.reason == "unexpected end of data"
-            if not is_split:
-                line = self.line + sum(piece.count("\n") for piece in before)
-                line += data.count(b"\n", 0, error.start)
-                raise wrong_encoding(self._path, line, error) from error
-            self._bytes = data[error.start :]
-            return data[: error.start].decode("utf-8")
+            value, end = _DECODER.raw_decode(self._text, self._at)
+        except json.JSONDecodeError as error:
+            self._move(error.pos)
+            raise self.error(error.msg) from error
+        except (ValueError, RecursionError) as error:
+            raise _not_json(self._path, start, _why(error), "") from error
+        self._move(end)
+        return start, value
+
+    def error(self, reason: str) -> InvalidInputError:
+        """That the text is not JSON here."""
+        column = self._at - self._text.rfind("\n", 0, self._at)
+        return _not_json(self._path, self._line, reason, f"column {column}")
 
     def _move(self, end: int) -> None:
-        num_lines = self._window.count("\n", self._at, end)
-        if num_lines:
-            self.line += num_lines
-            self._column = end - self._window.rindex("\n", self._at, end)
-        else:
-            self._column += end - self._at
+        self._line += self._text.count("\n", self._at, end)
         self._at = end
 
 
-def _why(fault: Exception) -> str:
-    return "nested too deeply" if isinstance(fault, RecursionError) else str(fault).split(";")[0]
+def _why(error: Exception) -> str:
+    return "nested too deeply" if isinstance(error, RecursionError) else str(error).split(";")[0]
 
 
-_SAID_BETTER = {
+_CLEARER = {
     "Unterminated string starting at": "a text that begins here is never closed",
     "Invalid control character at": "an invalid control character, like a raw line break in a text",
 }
@@ -266,9 +534,9 @@ _SAID_BETTER = {
 
 def _not_json(path: Path, line: int, reason: str, where: str) -> InvalidInputError:
     at = f" {where}" if where else ""
-    said = _SAID_BETTER.get(reason, reason[:1].lower() + reason[1:])
+    why = _CLEARER.get(reason, reason[:1].lower() + reason[1:])
     return InvalidInputError(
-        f"{place(path, line)}{at} is not JSON: {said}.",
+        f"{place(path, line)}{at} is not JSON: {why}.",
         remedy=f"correct that line; `python3 -m json.tool --json-lines '{path}'` checks JSON Lines"
         if path.name.endswith(("l", "l.gz"))
         else f"correct that line; `python3 -m json.tool '{path}'` checks the whole file",
@@ -278,28 +546,27 @@ def _not_json(path: Path, line: int, reason: str, where: str) -> InvalidInputErr
 # Rows of CSV, TSV, plain text and Parquet files, one at a time.
 
 _DELIMITERS = ",;\t|"
-_PARQUET_BATCH = 1024
+_BATCH_ROWS = 1024
 
 
-def read_csv(
-    stream: IO[bytes], path: Path, on_fault: Callable[[UserError], None] | None = None
-) -> Iterator[Row]:
+def read_csv(stream: IO[bytes], path: Path) -> Iterator[Item]:
     """A header line, then one row per record; the delimiter is the header's most frequent one."""
     csv.field_size_limit(max(csv.field_size_limit(), MAX_LINE_BYTES))
-    lines = _decoded_lines(stream, path)
+    lines = decoded_lines(stream, path)
     first = next(lines, "")
     delimiter = max(_DELIMITERS, key=first.count) if ".tsv" not in path.name.lower() else "\t"
-    reader = csv.reader(_chain(first, lines), delimiter=delimiter, strict=True)
+    reader = csv.reader(chain([first] if first else [], lines), delimiter=delimiter, strict=True)
     try:
         header = _header(next(reader, []), path)
         for cells in reader:
-            if len(cells) != len(header):
-                if cells and on_fault is None:
-                    raise _ragged(path, reader.line_num, len(cells), header)
-                if cells and on_fault is not None:
-                    on_fault(_ragged(path, reader.line_num, len(cells), header))
-                continue
-            yield Row(dict(zip(header, cells, strict=True)), path, reader.line_num, "line")
+            if len(cells) == len(header):
+                yield Row(dict(zip(header, cells, strict=True)), path, reader.line_num, "line")
+            elif cells:
+                yield InvalidInputError(
+                    f"{place(path, reader.line_num)} has {len(cells)} columns; the header has "
+                    f"{len(header)} ({', '.join(header[:6])}).",
+                    remedy="put a field that holds the delimiter or a line break in double quotes",
+                )
     except csv.Error as error:
         raise InvalidInputError(
             f"{place(path, reader.line_num)} is not CSV: {error}.",
@@ -307,60 +574,59 @@ def read_csv(
         ) from error
 
 
-def read_text(
-    stream: IO[bytes], path: Path, _on_fault: Callable[[UserError], None] | None = None
-) -> Iterator[Row]:
+def read_text(stream: IO[bytes], path: Path) -> Iterator[Item]:
     """Each line that is not blank is one row with the key `text`."""
-    for number, line in enumerate(_decoded_lines(stream, path), start=1):
-        text = line.strip()
-        if text:
+    for number, line in enumerate(decoded_lines(stream, path), start=1):
+        if text := line.strip():
             yield Row({"text": text}, path, number, "line")
 
 
 def read_parquet(path: Path, meter: ReadMeter | None = None) -> Iterator[Row]:
     """Rows in batches; a column is a key."""
-    require_file(path)
-    try:
-        import pyarrow as arrow
-        from pyarrow import parquet
-    except ImportError as error:
-        raise SetupError(
-            f"Reading {path} needs pyarrow, which is not installed.",
-            remedy="pip install 'tightfit[data]'",
-        ) from error
+    arrow = _import_arrow(path)
+    from pyarrow import parquet
+
     number = 0
     try:
         with parquet.ParquetFile(path) as file:
             size, num_rows = path.stat().st_size, max(file.metadata.num_rows, 1)
-            for batch in file.iter_batches(batch_size=_PARQUET_BATCH):
+            for batch in file.iter_batches(batch_size=_BATCH_ROWS):
                 if meter is not None:
                     meter.move_to(size * number // num_rows)
                 for values in batch.to_pylist():
                     number += 1
                     yield Row(values, path, number, "row")
-    except arrow.ArrowException as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InvalidInputError(
-            f"{path} is not a whole Parquet file: {reason}",
-            remedy="copy or download the file again",
+    except (arrow.ArrowException, OSError) as error:
+        raise _not_arrow(path, "Parquet", "copy or download the file again", error) from error
+
+
+def _import_arrow(path: Path) -> Any:
+    require_file(path)
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise SetupError(
+            f"Reading {path} needs pyarrow, which is not installed.",
+            remedy="pip install 'tightfit[data]'",
         ) from error
-    except OSError as error:
-        raise unreadable(path, error) from error
+    return pyarrow
 
 
-def _decoded_lines(stream: IO[bytes], path: Path) -> Iterator[str]:
+def _not_arrow(path: Path, kind: str, remedy: str, error: Exception) -> UserError:
+    if isinstance(error, OSError) and error.errno:
+        return unreadable(path, error)
+    reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return InvalidInputError(f"{path} is not a whole {kind} file: {reason}", remedy=remedy)
+
+
+def decoded_lines(stream: IO[bytes], path: Path) -> Iterator[str]:
+    """The lines as text, each with a line break at its end."""
     for number, raw in enumerate(iter_lines(stream, path), start=1):
         try:
             # The line end stays: a quoted CSV field may hold it.
             yield raw.decode("utf-8-sig" if number == 1 else "utf-8") + "\n"
         except UnicodeDecodeError as error:
             raise wrong_encoding(path, number, error) from error
-
-
-def _chain(first: str, rest: Iterator[str]) -> Iterator[str]:
-    if first:
-        yield first
-    yield from rest
 
 
 def _header(names: list[str], path: Path) -> list[str]:
@@ -378,14 +644,6 @@ def _header(names: list[str], path: Path) -> list[str]:
     return cleaned
 
 
-def _ragged(path: Path, line: int, found: int, header: list[str]) -> InvalidInputError:
-    return InvalidInputError(
-        f"{place(path, line)} has {found} columns; the header has {len(header)}"
-        f" ({', '.join(header[:6])}).",
-        remedy="put a field that holds the delimiter or a line break in double quotes",
-    )
-
-
 # Rows of Arrow files, as the `datasets` library saves them: streams or files, one batch held.
 
 _FILE_MAGIC = b"ARROW1"
@@ -394,31 +652,19 @@ _STATE = "state.json"
 
 def read_arrow(path: Path, meter: ReadMeter | None = None) -> Iterator[Row]:
     """A column is a key. `save_to_disk` writes the stream format, others the file format."""
-    require_file(path)
-    try:
-        import pyarrow as arrow
-    except ImportError as error:
-        raise SetupError(
-            f"Reading {path} needs pyarrow, which is not installed.",
-            remedy="pip install 'tightfit[data]'",
-        ) from error
+    arrow = _import_arrow(path)
     number, size = 0, file_size(path)
     try:
         with arrow.memory_map(str(path)) as source:
             for batch in _batches(arrow, source):
                 if meter is not None:
                     meter.move_to(min(int(source.tell()), size))
-                for piece in range(0, batch.num_rows, 1024):
-                    for values in batch.slice(piece, 1024).to_pylist():
+                for piece in range(0, batch.num_rows, _BATCH_ROWS):
+                    for values in batch.slice(piece, _BATCH_ROWS).to_pylist():
                         number += 1
                         yield Row(values, path, number, "row")
     except (arrow.ArrowException, OSError) as error:
-        if isinstance(error, OSError) and error.errno:
-            raise unreadable(path, error) from error
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InvalidInputError(
-            f"{path} is not a whole Arrow file: {reason}", remedy="save or copy the dataset again"
-        ) from error
+        raise _not_arrow(path, "Arrow", "save or copy the dataset again", error) from error
 
 
 def _batches(arrow: Any, source: Any) -> Iterator[Any]:

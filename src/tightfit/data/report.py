@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import NonNegativeInt, PositiveInt
@@ -12,9 +11,7 @@ from pydantic import NonNegativeInt, PositiveInt
 from tightfit.core.errors import InvalidInputError, UserError
 from tightfit.core.frozen import Frozen
 from tightfit.data.formats import Message
-from tightfit.data.packing import buckets, count_packed_rows, percentiles
-from tightfit.data.token_store import TokenStore
-from tightfit.data.tokenizer import ChatTokenizer
+from tightfit.data.packing import describe_lengths
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,7 +27,7 @@ MAX_KEPT = 10_000
 
 
 class DataIssue(Frozen):
-    """One kind of fault and the rows that have it."""
+    """One kind of issue and the rows that have it."""
 
     kind: str
     """`unreadable`, `empty-answer`, `duplicate`, `truncated`, ...: stable, for programs."""
@@ -63,42 +60,35 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _FATAL = ("unreadable", "refused")
 
 
-@dataclass(slots=True)
-class _Kind:
-    num_rows: int = 0
-    shown: list[str] = field(default_factory=list)
-
-
 class DataIssues:
     """Counts by kind; only the first places of each are kept."""
 
     def __init__(self) -> None:
-        self._kinds: dict[str, _Kind] = {}
+        self._counts: Counter[str] = Counter()
+        self._shown: dict[str, list[str]] = defaultdict(list)
         self._remedy = ""
 
     def add(self, kind: str, place: str, detail: str = "") -> None:
-        held = self._kinds.setdefault(kind, _Kind())
-        held.num_rows += 1
-        if len(held.shown) < MAX_KEPT:
-            held.shown.append(f"{place}: {detail}" if detail else place)
+        self._counts[kind] += 1
+        if self._counts[kind] <= MAX_KEPT:
+            self._shown[kind].append(f"{place}: {detail}" if detail else place)
 
     def add_error(self, error: UserError) -> None:
         """A row that cannot be read; the message names its place."""
         self._remedy = self._remedy or error.remedy
-        held = self._kinds.setdefault("unreadable", _Kind())
-        held.num_rows += 1
-        if len(held.shown) < MAX_KEPT:
-            held.shown.append(error.problem)
+        self.add("unreadable", error.problem)
 
     def count(self, kind: str) -> int:
-        return self._kinds[kind].num_rows if kind in self._kinds else 0
+        return self._counts[kind]
 
     def listed(self) -> tuple[DataIssue, ...]:
         """In the order of `ISSUE_TEXTS`: what stops training first."""
         return tuple(
-            DataIssue(kind=kind, says=says, num_rows=held.num_rows, shown=tuple(held.shown))
+            DataIssue(
+                kind=kind, says=says, num_rows=self._counts[kind], shown=tuple(self._shown[kind])
+            )
             for kind, says in ISSUE_TEXTS.items()
-            if (held := self._kinds.get(kind)) is not None
+            if self._counts[kind]
         )
 
     def refuse(self) -> None:
@@ -106,7 +96,7 @@ class DataIssues:
         num_bad = sum(self.count(kind) for kind in _FATAL)
         if not num_bad:
             return
-        shown = [line for kind in _FATAL if kind in self._kinds for line in self._kinds[kind].shown]
+        shown = [line for kind in _FATAL for line in self._shown[kind]]
         more = num_bad - len(shown[:NUM_SHOWN])
         rows = "1 row" if num_bad == 1 else f"{num_bad:,} rows"
         lines = [f"{rows} cannot be trained on:", *(f"  {line}" for line in shown[:NUM_SHOWN])]
@@ -121,12 +111,10 @@ class DataIssues:
 def check_text(messages: list[Message], place: str, findings: DataIssues) -> list[Message]:
     """Note what a wrong decoding left behind; returns messages that can be encoded."""
     text = "\n".join(message.content for message in messages)
-    if text.isascii():
-        if "\0" in text:
-            findings.add("nul", place)
-        return messages
     if "\0" in text:
         findings.add("nul", place)
+    if text.isascii():
+        return messages
     if "\ufffd" in text:
         findings.add("replacement-character", place)
     if found := _MOJIBAKE.search(text):
@@ -215,7 +203,8 @@ def describe_split(
 
     values, counts = np.unique(np.minimum(lengths, seq_len), return_counts=True)
     by_length = dict(zip(values.tolist(), counts.tolist(), strict=True))
-    num_packed = count_packed_rows(by_length, seq_len)
+    described = describe_lengths(by_length, seq_len)
+    num_slots = described["num_packed_rows"] * seq_len
     num_tokens = int(lengths.sum())
     return SplitReport(
         num_rows=len(lengths),
@@ -223,38 +212,7 @@ def describe_split(
         num_trained_tokens=int(num_trained.sum()),
         mean_tokens=num_tokens / len(lengths),
         max_tokens=int(lengths.max()),
-        percentiles=percentiles(by_length),
-        histogram=buckets(by_length),
-        num_packed_rows=num_packed,
-        packing_efficiency_fraction=sum(n * c for n, c in by_length.items())
-        / (num_packed * seq_len),
+        packing_efficiency_fraction=sum(n * c for n, c in by_length.items()) / num_slots,
+        **described,
         num_rows_with_stop=num_with_stop,
     )
-
-
-def list_segments(
-    store: TokenStore, index: int, tokenizer: ChatTokenizer
-) -> list[tuple[str, bool]]:
-    """A row as stretches of text that are trained or not, for showing the mask.
-
-    Texts are differences of decoded prefixes, so that blanks at the seams stay.
-    """
-    row = store.row(index)
-    tokens, flags = row.tokens.tolist(), row.trained.tolist()
-    is_pair = store.description.is_encoder_decoder
-    segments: list[tuple[str, bool]] = []
-    start, said = 0, ""
-    for end in _seams(flags):
-        if is_pair:  # two texts, not one
-            segments.append((tokenizer.decode(tokens[start:end]), flags[start]))
-        else:
-            text = tokenizer.decode(tokens[:end])
-            segments.append((text[len(said) :], flags[start]))
-            said = text
-        start = end
-    return segments
-
-
-def _seams(flags: Sequence[bool]) -> list[int]:
-    changes = [i for i in range(1, len(flags)) if flags[i] != flags[i - 1]]
-    return [*changes, len(flags)] if flags else []

@@ -6,15 +6,24 @@ import hashlib
 import itertools
 import re
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, NamedTuple
 
 from tightfit.core.errors import InvalidInputError, UsageError, UserError
-from tightfit.core.training import DataSource
+from tightfit.core.strategy import DataSource
 from tightfit.data.formats import RowFormat, recognise_format
 from tightfit.data.readers import (
+    COMPRESSIONS,
+    WRITE_ROWS,
+    Item,
+    ReadMeter,
+    Row,
+    file_mode,
+    file_size,
+    open_data,
     read_arrow,
     read_csv,
     read_json,
@@ -22,14 +31,6 @@ from tightfit.data.readers import (
     read_parquet,
     read_text,
     saved_files,
-)
-from tightfit.data.streams import (
-    COMPRESSIONS,
-    ReadMeter,
-    Row,
-    file_mode,
-    file_size,
-    open_data,
     unreadable,
 )
 
@@ -72,10 +73,6 @@ class RowSlice:
     """`train`, `validation`, ...: which files of a folder."""
     start: SliceBound | None = None
     stop: SliceBound | None = None
-
-    @property
-    def is_whole(self) -> bool:
-        return self.start is None and self.stop is None
 
     @property
     def needs_count(self) -> bool:
@@ -153,10 +150,9 @@ def _bad(text: str, why: str) -> InvalidInputError:
 # From a path to rows: which files belong to it, and which reader each one needs.
 
 OnRowError = Callable[[UserError], None]
-"""Told of a row that cannot be read; reading goes on behind it."""
-_StreamReader = Callable[[IO[bytes], Path, OnRowError | None], Iterator[Row]]
+"""Receives the error of a row that cannot be read; reading goes on behind it."""
 
-_READERS: dict[str, _StreamReader] = {
+_READERS: dict[str, Callable[[IO[bytes], Path], Iterator[Item]]] = {
     ".json": read_json,
     ".jsonl": read_json_lines,
     ".ndjson": read_json_lines,
@@ -182,31 +178,38 @@ def read_rows(source: Path | str | Sequence[Path | str]) -> Iterator[Row]:
 
 
 def read_file(
-    path: Path, meter: ReadMeter | None = None, on_fault: OnRowError | None = None
+    path: Path, meter: ReadMeter | None = None, on_error: OnRowError | None = None
 ) -> Iterator[Row]:
     """Rows of one file. Raises rather than yield none: an empty dataset is always a mistake.
 
-    With `on_fault`, a row that cannot be read is told and passed over. Where the
+    With `on_error`, a row that cannot be read is reported and passed over. Where the
     file itself breaks off, the reading ends there.
     """
-    num_rows = num_faults = 0
-
-    def tell(fault: UserError) -> None:
-        nonlocal num_faults
-        num_faults += 1
-        if on_fault is not None:
-            on_fault(fault)
-
+    num_rows = num_errors = 0
     try:
-        for row in _rows_of(path, meter, None if on_fault is None else tell):
-            num_rows += 1
-            yield row
-    except InvalidInputError as fault:
-        if on_fault is None or not num_rows:
+        for item in _read_items(path, meter):
+            if isinstance(item, Row):
+                num_rows += 1
+                yield item
+            elif on_error is None:
+                raise item
+            else:
+                num_errors += 1
+                on_error(item)
+    except InvalidInputError as error:
+        if on_error is None or not num_rows:
             raise
-        tell(fault)
-    if not num_rows and not num_faults:
-        raise InvalidInputError(f"{path} holds no rows.", remedy="name a file that holds rows")
+        on_error(error)
+    if not num_rows and not num_errors:
+        raise InvalidInputError(f"{path} holds no rows.", remedy=WRITE_ROWS)
+
+
+def rows_or_raise(items: Iterable[Item]) -> Iterator[Row]:
+    """The rows; the first that cannot be read is raised."""
+    for item in items:
+        if not isinstance(item, Row):
+            raise item
+        yield item
 
 
 def data_files(source: Path | str | Sequence[Path | str], *, word: str | None = None) -> list[Path]:
@@ -237,21 +240,11 @@ def _files_in(folder: Path, word: str | None) -> list[Path]:
         raise InvalidInputError(
             f"{folder} holds no data files.", remedy=f"put files there that end in {_known()}"
         )
-    if word is not None:
-        return _of_split(found, folder, word)
-    if any(_names(path, folder, _TRAIN) for path in found):
-        found = [path for path in found if not _names(path, folder, _HELD_OUT)]
-    return found
-
-
-def _names(path: Path, folder: Path, pattern: re.Pattern[str]) -> bool:
-    """Does a file's name, or that of a folder inside the source, speak of a split?"""
-    return any(pattern.search(part) for part in path.relative_to(folder).parts)
-
-
-def _of_split(found: list[Path], folder: Path, word: str) -> list[Path]:
-    kind = SPLIT_WORDS[word]
-    words = "|".join(name for name, meant in SPLIT_WORDS.items() if meant == kind)
+    if word is None:
+        if any(_names(path, folder, _TRAIN) for path in found):
+            found = [path for path in found if not _names(path, folder, _HELD_OUT)]
+        return found
+    words = "|".join(name for name, kind in SPLIT_WORDS.items() if kind == SPLIT_WORDS[word])
     pattern = re.compile(rf"(^|[._-])({words})([._-]|$)", re.IGNORECASE)
     chosen = [path for path in found if _names(path, folder, pattern)]
     if not chosen:
@@ -261,6 +254,16 @@ def _of_split(found: list[Path], folder: Path, word: str) -> list[Path]:
             remedy="name one of these files instead of the folder",
         )
     return chosen
+
+
+def _names(path: Path, folder: Path, pattern: re.Pattern[str]) -> bool:
+    """Whether a file's name, or that of a folder inside the source, names a split."""
+    return any(pattern.search(part) for part in path.relative_to(folder).parts)
+
+
+def is_held_out(path: Path) -> bool:
+    """Whether a file's own name says that its rows are not to be trained on."""
+    return _HELD_OUT.search(path.name) is not None
 
 
 def _walk(folder: Path) -> Iterator[Path]:
@@ -277,28 +280,26 @@ def _walk(folder: Path) -> Iterator[Path]:
             yield item
 
 
-def _rows_of(path: Path, meter: ReadMeter | None, on_fault: OnRowError | None) -> Iterator[Row]:
+def _read_items(path: Path, meter: ReadMeter | None) -> Iterator[Item]:
     kind = _kind(path)
     if kind == _ARROW:
         yield from read_arrow(path, meter)
-        return
-    if kind in _PARQUET:
+    elif kind in _PARQUET:
         if path.suffix.lower() in COMPRESSIONS:
             raise InvalidInputError(
                 f"{path} is a compressed Parquet file.",
                 remedy="unpack it; Parquet compresses its columns itself",
             )
         yield from read_parquet(path, meter)
-        return
-    reader = _READERS.get(kind)
-    if reader is None:
+    elif kind in _READERS:
+        with open_data(path, meter) as stream:
+            yield from _READERS[kind](stream, path)
+    else:
         file_mode(path)
         raise InvalidInputError(
             f"{path} has no ending that tells its format.",
             remedy=f"rename it to end in {_known()}",
         )
-    with open_data(path, meter) as stream:
-        yield from reader(stream, path, on_fault)
 
 
 def _kind(path: Path) -> str:
@@ -307,6 +308,12 @@ def _kind(path: Path) -> str:
     while suffixes and suffixes[-1] in COMPRESSIONS:
         suffixes.pop()
     return suffixes[-1] if suffixes else ""
+
+
+def holds_rows(path: Path) -> bool:
+    """Whether a file's name says that it has rows with columns, not plain text."""
+    kind = _kind(path)
+    return _READERS.get(kind, read_text) is not read_text or kind in (*_PARQUET, _ARROW)
 
 
 def _known() -> str:
@@ -333,33 +340,73 @@ class OpenedSource:
 
 def open_source(source: DataSource) -> OpenedSource:
     """Find the files and read the part that is asked for."""
-    path, take = _path_and_take(source)
-    word = take.word
+    path = str(Path(source.path).expanduser()) if source.path.startswith("~/") else source.path
+    written = source.take
+    bare, suffix = split_slice_suffix(path)
+    if suffix is not None and not Path(path).exists():
+        if written is not None:
+            raise InvalidInputError(
+                f"{source.path} names a part, and `take: {written}` another.",
+                remedy="keep one of the two",
+            )
+        path, written = bare, suffix
+    take = RowSlice() if written is None else parse_row_slice(written)
+    word: str | None = take.word
     if not Path(path).is_dir():
-        _check_word(path, word)
+        if word is not None:
+            # A file that calls itself one split is not another.
+            parts = re.split(r"[._-]", Path(path).name.lower())
+            named = {SPLIT_WORDS[part] for part in parts if part in SPLIT_WORDS}
+            if named and SPLIT_WORDS[word] not in named:
+                raise InvalidInputError(
+                    f"{path} is a single file and not the {word} split by its name.",
+                    remedy="leave the split's name out, or name the folder that holds all splits",
+                )
         return OpenedSource(source=source, files=tuple(data_files(path)), take=take)
-    if word is None and source.split == "eval":
-        word = _held_out_word(path)
+    # An evaluation source means a folder's held-out files, or all of them where it has none.
+    words = _HELD_OUT_WORDS if word is None and source.split == "eval" else ()
+    for held_out in words:
+        with suppress(InvalidInputError):
+            files = tuple(data_files(path, word=held_out))
+            return OpenedSource(source=source, files=files, take=take)
     return OpenedSource(source=source, files=tuple(data_files(path, word=word)), take=take)
 
 
-def read_source(
-    opened: OpenedSource, meter: ReadMeter, on_fault: OnRowError | None = None
-) -> Iterator[tuple[Row, RowFormat]]:
-    """The rows of the part that was asked for, each with its file's format.
+def read_part(
+    opened: OpenedSource, meter: ReadMeter | None = None, on_error: OnRowError | None = None
+) -> Iterator[Row]:
+    """The rows of the part that was asked for."""
+    total = None
+    if opened.take.needs_count:
+        quiet = None if on_error is None else lambda _: None
+        total = sum(1 for _ in _all_rows(opened.files, ReadMeter(), quiet))
+    first, last = opened.take.range(total, opened.name)
+    rows = _all_rows(opened.files, meter or ReadMeter(), on_error)
+    return itertools.islice(rows, first, last)
 
-    A row in no known format is a fault like any other; where a file's first rows
+
+def read_source(
+    opened: OpenedSource, meter: ReadMeter | None = None, on_error: OnRowError | None = None
+) -> Iterator[tuple[Row, RowFormat]]:
+    """As `read_part`, each row with its file's format.
+
+    A row in no known format is an error like any other; where a file's first rows
     are all like that, its reading ends with the first message.
     """
-    take = opened.take
-    total = _count_rows(opened, on_fault) if take.needs_count else None
-    first, last = take.range(total, opened.name)
-    rows = itertools.islice(_all_rows(opened.files, meter, on_fault), first, last)
+    known: dict[Path, RowFormat] = {}
     num_rows = 0
-    for row in _with_format(rows, on_fault):
+    for row in read_part(opened, meter, on_error):
+        if row.path not in known:
+            try:
+                known[row.path] = recognise_format(row)
+            except UserError as error:
+                if on_error is None:
+                    raise
+                on_error(error)
+                continue
         num_rows += 1
-        yield row
-    if not num_rows and on_fault is None:
+        yield row, known[row.path]
+    if not num_rows and on_error is None:
         raise InvalidInputError(
             f"{opened.name} gives no rows.", remedy="name a part that holds rows"
         )
@@ -372,89 +419,25 @@ def digest_sources(sources: Sequence[OpenedSource]) -> str:
         digest.update(opened.source.model_dump_json().encode())
         for path in opened.files:
             digest.update(f"\n{path} ".encode("utf-8", "surrogateescape"))
-            digest.update(_digest_file(path))
+            one = hashlib.blake2b(digest_size=16)
+            try:
+                with path.open("rb") as stream:
+                    while chunk := stream.read(_HASH_BYTES):
+                        one.update(chunk)
+            except OSError as error:
+                raise unreadable(path, error) from error
+            digest.update(one.digest())
     return digest.hexdigest()
 
 
-def _digest_file(path: Path) -> bytes:
-    digest = hashlib.blake2b(digest_size=16)
-    try:
-        with path.open("rb") as stream:
-            while chunk := stream.read(_HASH_BYTES):
-                digest.update(chunk)
-    except OSError as error:
-        raise unreadable(path, error) from error
-    return digest.digest()
-
-
-def _path_and_take(source: DataSource) -> tuple[str, RowSlice]:
-    path = str(Path(source.path).expanduser()) if source.path.startswith("~/") else source.path
-    written = source.take
-    bare, suffix = split_slice_suffix(path)
-    if suffix is not None and not Path(path).exists():
-        if written is not None:
-            raise InvalidInputError(
-                f"{source.path} names a part, and `take: {written}` another.",
-                remedy="keep one of the two",
-            )
-        path, written = bare, suffix
-    return path, RowSlice() if written is None else parse_row_slice(written)
-
-
-def _check_word(path: str, word: str | None) -> None:
-    """A file that calls itself one split is not another."""
-    if word is None:
-        return
-    parts = re.split(r"[._-]", Path(path).name.lower())
-    said = {SPLIT_WORDS[part] for part in parts if part in SPLIT_WORDS}
-    if said and SPLIT_WORDS[word] not in said:
-        raise InvalidInputError(
-            f"{path} is a single file and not the {word} split by its name.",
-            remedy="leave the split's name out, or name the folder that holds all splits",
-        )
-
-
-def _held_out_word(folder: str) -> str | None:
-    """Which held-out files an evaluation source means; None: it has none, so all its files."""
-    for word in _HELD_OUT_WORDS:
-        try:
-            data_files(folder, word=word)
-        except InvalidInputError:
-            continue
-        return word
-    return None
-
-
-def _count_rows(opened: OpenedSource, on_fault: OnRowError | None) -> int:
-    quiet = (lambda _: None) if on_fault is not None else None
-    return sum(1 for _ in _all_rows(opened.files, ReadMeter(), quiet))
-
-
 def _all_rows(
-    files: Sequence[Path], meter: ReadMeter, on_fault: OnRowError | None
+    files: Sequence[Path], meter: ReadMeter, on_error: OnRowError | None
 ) -> Iterator[Row]:
     for path in files:
         try:
-            yield from read_file(path, meter, on_fault)
+            yield from read_file(path, meter, on_error)
         except InvalidInputError as error:
-            if on_fault is None:
+            if on_error is None:
                 raise
-            on_fault(error)
+            on_error(error)
         meter.close_file(file_size(path))
-
-
-def _with_format(
-    rows: Iterator[Row], on_fault: OnRowError | None
-) -> Iterator[tuple[Row, RowFormat]]:
-    known: dict[Path, RowFormat] = {}
-    for row in rows:
-        row_format = known.get(row.path)
-        if row_format is None:
-            try:
-                row_format = known[row.path] = recognise_format(row)
-            except UserError as error:
-                if on_fault is None:
-                    raise
-                on_fault(error)
-                continue
-        yield row, row_format

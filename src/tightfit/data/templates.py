@@ -1,20 +1,23 @@
-"""Chat templates: choosing one, rendering it with sandboxed Jinja, and loss masks."""
+"""Chat templates: choosing one, rendering it with sandboxed Jinja, loss masks, and prompts and
+answers as text and tokens.
+"""
 
 from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import datetime
-from functools import lru_cache
+from functools import lru_cache, partial
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError
-from tightfit.core.suggest import did_you_mean
-from tightfit.core.training import TrainOn
+from tightfit.core.settings import TrainOn
+from tightfit.core.text import did_you_mean
 from tightfit.data.formats import ASSISTANT, SYSTEM, USER, Message
 from tightfit.data.tokenizer import ChatTokenizer
 
@@ -35,7 +38,7 @@ class TemplateRenderError(Exception):
 
 
 def compile_template(text: str, name: str) -> Template:
-    """A template ready to render; a fault in its text is the user's to mend."""
+    """A template ready to render; raises `InvalidInputError` for an error in its text."""
     from jinja2 import TemplateSyntaxError
 
     try:
@@ -80,23 +83,11 @@ def _environment() -> Environment:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_generation_tag(), loopcontrols]
     )
-    environment.filters["tojson"] = _to_json
+    # Jinja's own escapes HTML, which no model was trained on.
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment
-
-
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Jinja's own escapes HTML, which no model was trained on."""
-    return json.dumps(
-        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
-    )
 
 
 def _raise(message: str) -> None:
@@ -221,30 +212,16 @@ class RenderedRow(NamedTuple):
     spans: tuple[Span, ...]
 
 
-@dataclass(slots=True, kw_only=True)
-class RenderCounts:
-    """What rendering did to rows beyond writing them down."""
-
-    num_folded_systems: int = 0
-    """The template has no system role; its text went into the first user message."""
-    num_split: int = 0
-    """Conversations that became one row per answer."""
-    num_appended_stops: int = 0
-    num_unprompted: int = 0
-    """Conversations that begin with an answer, which nothing asks for; that one is not trained."""
-    num_lost_texts: int = 0
-    """Rows of which the template left out a message's text."""
-    stop_ids: set[int] = field(default_factory=set)
-    """Tokens that ended an answer."""
-
-
 class ChatRenderer:
     """Messages to sealed rows with one template."""
 
     def __init__(
         self, tokenizer: ChatTokenizer, template: ChatTemplate, *, train_on: TrainOn
     ) -> None:
-        self.counts = RenderCounts()
+        self.counts: Counter[str] = Counter()
+        """What rendering did to rows beyond writing them down, by the keys of `NOTE_TEXTS`."""
+        self.stop_ids: set[int] = set()
+        """Tokens that ended an answer."""
         self._tokenizer = tokenizer
         self._control = tokenizer.control
         self._compiled = compile_template(template.text, template.name)
@@ -265,7 +242,7 @@ class ChatRenderer:
             if folded is None:
                 raise
         rows = self._rows(folded)
-        self.counts.num_folded_systems += 1
+        self.counts["folded-system"] += 1
         return rows
 
     def prompt(self, messages: Sequence[Message]) -> str:
@@ -291,19 +268,19 @@ class ChatRenderer:
         if ANSWER_STARTS in full:
             return [self._by_marks(full)]
         if asked[0] == 0 and not self._opens(messages):
-            self.counts.num_unprompted += 1
+            self.counts["unprompted"] += 1
             asked = asked[1:]
         spans: list[Span] = []
         for at in asked:
             piece = self._answer_at(messages, at, full)
             if piece is None:
-                self.counts.num_split += 1
+                self.counts["split"] += 1
                 return [self._turn_alone(messages, turn) for turn in asked]
             spans.append(piece)
         return [self._closed(full, spans)] if spans else []
 
     def _opens(self, messages: list[Message]) -> bool:
-        """Can the template ask for an answer before anything was said?"""
+        """Can the template ask for an answer before the first message?"""
         try:
             before = self._render([], asks=True)
         except TemplateRenderError:
@@ -328,7 +305,7 @@ class ChatRenderer:
         return span if full.startswith(upto[: span.end]) else None
 
     def _turn_alone(self, messages: list[Message], at: int) -> RenderedRow:
-        """One answer as inference would come to it: its own prompt, then what is to be said."""
+        """One answer as inference would come to it: its own prompt, then the answer."""
         before = self._render(messages[:at], asks=True)
         upto = self._render(messages[: at + 1])
         if upto.startswith(before):
@@ -394,15 +371,15 @@ class ChatRenderer:
         """Is it a control token, one that ends an answer?"""
         if not self._is_control(char):
             return False
-        self.counts.stop_ids.add(self._control.ids[char])
+        self.stop_ids.add(self._control.ids[char])
         return True
 
     def _with_stop(self, text: str, span: Span) -> tuple[str, Span]:
         stop = self._tokenizer.eos_alias
         if not stop:
             return text, span
-        self.counts.num_appended_stops += 1
-        self.counts.stop_ids.add(self._control.ids[stop])
+        self.counts["appended-stop"] += 1
+        self.stop_ids.add(self._control.ids[stop])
         text = text[: span.end] + stop
         return text, Span(span.start, len(text))
 
@@ -418,8 +395,8 @@ class ChatRenderer:
         return self._control.seal(text)
 
     def _look_for_lost(self, messages: Sequence[Message], full: str) -> None:
-        said = (self._control.seal(m.content).strip() for m in messages if m.role != ASSISTANT)
-        self.counts.num_lost_texts += any(text not in full for text in said)
+        texts = (self._control.seal(m.content).strip() for m in messages if m.role != ASSISTANT)
+        self.counts["lost-text"] += any(text not in full for text in texts)
 
 
 def fold_system(messages: Sequence[Message]) -> list[Message] | None:
@@ -435,6 +412,181 @@ def _unmark(text: str) -> str:
 
 
 def _overlap(before: str, after: str) -> int:
-    """How much of `after`'s head `before` has already said: `<think>` in a prompt and an answer."""
+    """How much of `after` the end of `before` has already: `<think>` in a prompt and an answer."""
     longest = min(len(before), len(after), 64)
     return next((n for n in range(longest, 0, -1) if before.endswith(after[:n])), 0)
+
+
+# Prompter: messages and texts to the tokens a model answers, and its tokens back to text.
+
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+"""What a decoder puts where a character's last bytes have not come yet."""
+
+
+class Prompter:
+    """Makes prompts with the template and tokenizer that training uses."""
+
+    def __init__(self, tokenizer: ChatTokenizer, template: str | None = None) -> None:
+        self.tokenizer = tokenizer
+        # An encoder-decoder reads plain text unless a template is named: see `data/encode.py`.
+        is_bare = tokenizer.is_encoder_decoder and template is None
+        self.template: ChatTemplate | None = (
+            None if is_bare else choose_template(template, tokenizer)
+        )
+        self._renderer = (
+            None
+            if self.template is None
+            else ChatRenderer(tokenizer, self.template, train_on=TrainOn.ANSWERS)
+        )
+        self.control_ids = frozenset(tokenizer.control.ids.values())
+        """Tokens that are left out of an answer's text."""
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Tokens that end an answer."""
+        return self.tokenizer.stop_ids
+
+    def chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """Tokens that the answer follows. Raises `TemplateRenderError` where refused."""
+        ids = list(self.tokenizer.encode_sealed([self._sealed(messages)])[0].ids)
+        end = self.tokenizer.eos_id
+        if self.tokenizer.is_encoder_decoder and end is not None and ids[-1:] != [end]:
+            ids.append(end)
+        return tuple(ids)
+
+    def ask(self, messages: Sequence[Message], *, place: str = "") -> tuple[int, ...]:
+        """As `chat`; messages that the template refuses raise `InvalidInputError`."""
+        for message in messages:
+            message.content.encode()  # half a character: UnicodeEncodeError, which callers know
+        try:
+            return self.chat(messages)
+        except TemplateRenderError as error:
+            where = f"{place}: the" if place else "The"
+            raise InvalidInputError(
+                f"{where} chat template refuses these messages: {str(error).splitlines()[0]}.",
+                remedy="correct the messages, or name another template: --set template=NAME",
+            ) from error
+
+    def render(self, messages: Sequence[Message]) -> str:
+        """The prompt's text as the template writes it, control tokens by their names."""
+        return self.tokenizer.control.unseal(self._sealed(messages))
+
+    def continue_text(self, text: str) -> tuple[int, ...]:
+        """Tokens of a plain text to be continued, begun as the tokenizer begins a text."""
+        text.encode()  # as in `ask`
+        control = self.tokenizer.control
+        sealed = self.tokenizer.bos_alias + control.seal(control.escape(text))
+        return tuple(self.tokenizer.encode_sealed([sealed])[0].ids)
+
+    def count_tokens(self, text: str) -> int:
+        return len(self.tokenizer.encode(text))
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """An answer as text, control tokens left out."""
+        return self.tokenizer.decode([i for i in token_ids if i not in self.control_ids])
+
+    def _sealed(self, messages: Sequence[Message]) -> str:
+        if self._renderer is not None:
+            return self._renderer.prompt(messages)
+        control = self.tokenizer.control
+        return control.seal(control.escape("\n".join(m.content for m in messages)))
+
+
+class StopTextFilter:
+    """Text as it comes, held back where it may be the beginning of a stop text."""
+
+    def __init__(self, stops: Sequence[str] = ()) -> None:
+        self._stops = [stop for stop in stops if stop]
+        self._shown: list[str] = []
+        self._held = ""
+        self.is_stopped = False
+        """A stop text was found: nothing that comes after it counts."""
+
+    @property
+    def text(self) -> str:
+        """All text so far, cut at a stop text."""
+        return "".join(self._shown) + self._held
+
+    def completes_stop(self, text: str) -> bool:
+        """Whether a stop text ends in `text`."""
+        return any(stop in self._held + text for stop in self._stops)
+
+    def push(self, text: str) -> str:
+        """What can be shown now that this has come; often nothing."""
+        if self.is_stopped:
+            return ""
+        text = self._held + text
+        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        if found:
+            self.is_stopped = True
+            self._held = text[: min(found)]
+            return self.finish()
+        longest = max(map(len, self._stops), default=1) - 1
+        count = next(
+            (
+                count
+                for count in range(min(longest, len(text)), 0, -1)
+                if any(stop.startswith(text[-count:]) for stop in self._stops)
+            ),
+            0,
+        )
+        self._held = text[len(text) - count :]
+        self._shown.append(text[: len(text) - count])
+        return self._shown[-1]
+
+    def finish(self) -> str:
+        """What was held back, now that no more comes."""
+        self._shown.append(self._held)
+        self._held = ""
+        return self._shown[-1]
+
+
+class TextStream:
+    """Tokens as they come, to text that never ends inside a character or a stop text.
+
+    Only the last few tokens are decoded anew. What a token says can depend on the one before it
+    (a space, the rest of a character), so decoding starts one settled piece earlier, and what
+    that piece says by itself is taken off again.
+    """
+
+    def __init__(self, prompter: Prompter, stops: Sequence[str] = ()) -> None:
+        self._prompter = prompter
+        self._filter = StopTextFilter(stops)
+        self._tokens: list[int] = []
+        self._start = 0
+        """Where decoding starts: the piece before the last settled one."""
+        self._settled = 0
+        """Tokens whose text is final."""
+        self._tail = ""
+        """Text that may still change: the end of it, when no more comes."""
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._filter.is_stopped
+
+    @property
+    def text(self) -> str:
+        """All that was decoded so far, cut at a stop text."""
+        return self._filter.text + self._tail
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """What can be shown now that these have come; often nothing."""
+        if self.is_stopped:
+            return ""
+        control = self._prompter.control_ids
+        self._tokens.extend(token for token in token_ids if token not in control)
+        before = self._prompter.decode(self._tokens[self._start : self._settled])
+        piece = self._prompter.decode(self._tokens[self._start :])[len(before) :]
+        is_whole = not piece.endswith(_UNFINISHED)
+        if is_whole and piece:
+            self._start, self._settled = self._settled, len(self._tokens)
+        self._tail = ""
+        if is_whole or self._filter.completes_stop(piece):
+            return self._filter.push(piece)
+        self._tail = piece
+        return ""
+
+    def finish(self) -> str:
+        """What was held back, now that no more comes."""
+        tail, self._tail = self._tail, ""
+        return self._filter.push(tail) + self._filter.finish()

@@ -7,9 +7,9 @@
 
 from __future__ import annotations
 
-import os
 from array import array
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, NamedTuple
 
@@ -17,6 +17,7 @@ from pydantic import NonNegativeInt, PositiveInt, ValidationError
 
 from tightfit.core.errors import InvalidInputError, NotFoundError
 from tightfit.core.frozen import Frozen
+from tightfit.core.profiles import DataProfile
 
 if TYPE_CHECKING:
     import numpy as np
@@ -155,7 +156,7 @@ def _damaged(folder: Path, why: str) -> InvalidInputError:
     )
 
 
-# Writing encoded rows: tokens stream to disk, only a few numbers per row stay in memory.
+# Writing encoded rows.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,66 +176,52 @@ class NewRow:
     """Of the example it came from: the same text has the same one."""
 
 
-def _column(kind: str) -> array[int]:
-    return array(kind)
+_COLUMNS = {
+    **{"starts": "q", "lengths": "i", "num_trained": "i", "num_lost": "q"},
+    **{"has_stop": "b", "files": "i", "numbers": "q", "digests": "Q"},
+}
+"""By name, the type code of its `array`."""
+_STORED_COLUMNS = ("starts", "lengths", "num_trained", "files", "numbers")
 
 
-@dataclass(slots=True, kw_only=True)
-class RowTable:
-    """Columns over all rows written, in order."""
+class StoreWriter:
+    """The shared files of one encoding, being written; a few numbers per row stay in memory."""
 
-    starts: array[int] = field(default_factory=lambda: _column("q"))
-    lengths: array[int] = field(default_factory=lambda: _column("i"))
-    num_trained: array[int] = field(default_factory=lambda: _column("i"))
-    num_lost: array[int] = field(default_factory=lambda: _column("q"))
-    has_stop: array[int] = field(default_factory=lambda: _column("b"))
-    files: array[int] = field(default_factory=lambda: _column("i"))
-    numbers: array[int] = field(default_factory=lambda: _column("q"))
-    digests: array[int] = field(default_factory=lambda: _column("Q"))
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.num_tokens = 0
+        self.columns: dict[str, array[int]] = {name: array(kind) for name, kind in _COLUMNS.items()}
+        """Over all rows written, in order."""
+        self._tokens: IO[bytes] = (folder / TOKENS_FILE).open("wb")
+        self._trained: IO[bytes] = (folder / TRAINED_FILE).open("wb")
+
+    def add(self, row: NewRow) -> None:
+        values = {
+            "starts": self.num_tokens,
+            "lengths": len(row.tokens),
+            "num_trained": row.num_trained,
+            "num_lost": row.num_lost,
+            "has_stop": row.has_stop,
+            "files": row.file,
+            "numbers": row.number,
+            "digests": row.digest,
+        }
+        for name, column in self.columns.items():
+            column.append(values[name])
+        self._tokens.write(row.tokens.tobytes())
+        self._trained.write(row.trained.tobytes())
+        self.num_tokens += len(row.tokens)
 
     def column(self, name: str) -> NDArray[np.int64]:
         """A column for arithmetic; digests keep their unsigned kind."""
         import numpy as np
 
-        held: array[int] = getattr(self, name)
+        held = self.columns[name]
         return np.frombuffer(held, dtype=held.typecode) if held else np.zeros(0, held.typecode)
 
-
-class StoreWriter:
-    """The shared files of one encoding, being written."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.table = RowTable()
-        self.num_tokens = 0
-        self._tokens: IO[bytes] = (folder / TOKENS_FILE).open("wb")
-        self._trained: IO[bytes] = (folder / TRAINED_FILE).open("wb")
-
-    def add(self, row: NewRow) -> None:
-        table = self.table
-        table.starts.append(self.num_tokens)
-        table.lengths.append(len(row.tokens))
-        table.num_trained.append(row.num_trained)
-        table.num_lost.append(row.num_lost)
-        table.has_stop.append(row.has_stop)
-        table.files.append(row.file)
-        table.numbers.append(row.number)
-        table.digests.append(row.digest)
-        self._tokens.write(row.tokens.tobytes())
-        self._trained.write(row.trained.tobytes())
-        self.num_tokens += len(row.tokens)
-
     def close(self) -> None:
-        """Everything on disk for good."""
-        for stream in (self._tokens, self._trained):
-            if not stream.closed:
-                stream.flush()
-                os.fsync(stream.fileno())
-                stream.close()
-
-    def abandon(self) -> None:
-        for stream in (self._tokens, self._trained):
-            stream.close()
+        self._tokens.close()
+        self._trained.close()
 
     def write_store(
         self, name: str, rows: NDArray[np.int64], description: StoreDescription
@@ -244,15 +231,10 @@ class StoreWriter:
 
         folder = self.folder / name
         folder.mkdir()
-        for column in ("starts", "lengths", "num_trained", "files", "numbers"):
-            with (folder / f"{column}.npy").open("wb") as stream:
-                np.save(stream, self.table.column(column)[rows])
-                stream.flush()
-                os.fsync(stream.fileno())
-        with (folder / DESCRIPTION_FILE).open("w", encoding="utf-8") as stream_text:
-            stream_text.write(description.model_dump_json(indent=2) + "\n")
-            stream_text.flush()
-            os.fsync(stream_text.fileno())
+        for column in _STORED_COLUMNS:
+            np.save(folder / f"{column}.npy", self.column(column)[rows])
+        text = description.model_dump_json(indent=2) + "\n"
+        (folder / DESCRIPTION_FILE).write_text(text, encoding="utf-8")
 
 
 # Which rows an epoch shows, in which order: by seed and epoch alone.
@@ -298,3 +280,94 @@ def _order(size: int, seeds: tuple[int, ...]) -> NDArray[np.int64]:
 
     generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence(seeds)))
     return np.argsort(generator.random(size), kind="stable").astype(np.int64)
+
+
+# Made-up rows: random tokens of given lengths, for measuring a model without its data.
+
+SYNTHETIC_SOURCE = "synthetic rows"
+_SEED = 0
+MAX_SYNTHETIC_TOKENS = 2**25
+"""In the file, 160 MiB; the rows then come round again."""
+
+
+def count_rows(seq_len: int, *, effective_batch: int, num_steps: int) -> int:
+    """As many rows as the steps take, whole steps of them, within the bound of the file."""
+    most_steps = max(1, MAX_SYNTHETIC_TOKENS // (seq_len * effective_batch))
+    return effective_batch * min(num_steps, most_steps)
+
+
+def draw_lengths(profile: DataProfile, num_rows: int) -> list[int]:
+    """Row lengths spread as the dataset's are, shortest first: its quantiles."""
+    import numpy as np
+
+    lengths, counts = zip(*profile.histogram, strict=True)
+    reached = np.cumsum(counts)
+    places = (np.arange(num_rows) + 0.5) / num_rows * reached[-1]
+    found = np.searchsorted(reached, places)
+    return [min(int(lengths[at]), profile.seq_len) for at in found]
+
+
+def write_synthetic(
+    folder: Path,
+    lengths: Sequence[int],
+    *,
+    vocab_size: int,
+    seq_len: int,
+    trained_fraction: float = 1.0,
+    is_encoder_decoder: bool = False,
+) -> TokenStore:
+    """A store of random rows; the last part of each is trained, as an answer would be.
+
+    An encoder-decoder's rows have a question and an answer of the given length each.
+    """
+    import numpy as np
+
+    draw = np.random.default_rng(_SEED)
+    folder.mkdir(parents=True)
+    writer = StoreWriter(folder)
+    for number, length in enumerate(lengths, start=1):
+        size = 2 * length if is_encoder_decoder else length
+        num_trained = length if is_encoder_decoder else max(1, round(trained_fraction * length))
+        writer.add(_draw_row(draw, size, num_trained, number=number, vocab_size=vocab_size))
+    writer.close()
+    description = StoreDescription(
+        key="synthetic",
+        num_rows=len(lengths),
+        num_tokens=writer.num_tokens,
+        num_trained_tokens=int(writer.column("num_trained").sum()),
+        seq_len=seq_len,
+        template="none",
+        pad_token_id=0,
+        stop_token_ids=(),
+        num_rows_with_stop=0,
+        is_encoder_decoder=is_encoder_decoder,
+        format="synthetic",
+        tokenizer="random numbers",
+        sources=(SYNTHETIC_SOURCE,),
+        files=(StoreFile(path=SYNTHETIC_SOURCE, unit="row", source=0),),
+        longest_row_tokens=max(lengths),
+        num_blob_tokens=writer.num_tokens,
+    )
+    writer.write_store("train", np.arange(len(lengths)), description)
+    return TokenStore(folder / "train")
+
+
+def _draw_row(
+    draw: np.random.Generator, size: int, num_trained: int, *, number: int, vocab_size: int
+) -> NewRow:
+    import numpy as np
+
+    # The middle of a vocabulary holds words; control tokens stand at its ends.
+    tokens = draw.integers(vocab_size // 4, max(1, 3 * vocab_size // 4), size, dtype=np.int32)
+    trained = np.zeros(size, dtype=np.bool_)
+    trained[size - num_trained :] = True
+    return NewRow(
+        tokens=tokens,
+        trained=trained,
+        num_trained=int(trained[1:].sum()),
+        has_stop=False,
+        num_lost=0,
+        file=0,
+        number=number,
+        digest=number,
+    )

@@ -197,8 +197,8 @@ class ChatTokenizer:
         reserved = [name for name in self.control.alias_of if any(w in name for w in _RESERVED)]
         for name in [stated, *_PAD_NAMES, unk, *reserved]:
             if name and (token_id := self.token_id(name)) is not None and token_id not in taken:
-                said = "none" if stated is None else f"`{stated}`, which also ends answers"
-                note = f"Rows are padded with `{name}`; the tokenizer's pad token is {said}."
+                own = "none" if stated is None else f"`{stated}`, which also ends answers"
+                note = f"Rows are padded with `{name}`; the tokenizer's pad token is {own}."
                 return token_id, None if name == stated else note
         spare = next(number for number in range(len(taken) + 1) if number not in taken)
         return spare, f"Rows are padded with token {spare}: the tokenizer has no token to pad with."
@@ -206,12 +206,28 @@ class ChatTokenizer:
 
 def load_tokenizer(folder: Path) -> ChatTokenizer:
     """Read a model folder's tokenizer files. Everything is local; no code of the model runs."""
-    document = _read_tokenizer(folder / "tokenizer.json")
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise NotFoundError(
+            f"{folder} holds no tokenizer.json.",
+            remedy="save the model's fast tokenizer there: "
+            "AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER)",
+        )
+    document = _read_object(path)
+    if not isinstance(document.get("model"), dict):
+        raise InvalidInputError(
+            f"{path} is no tokenizer: it has no `model`.",
+            remedy="copy or download the model's tokenizer.json again",
+        )
     settings = _read_object(folder / "tokenizer_config.json")
     config = _read_object(folder / "config.json")
     stated = _read_object(folder / "special_tokens_map.json") | settings
     names = {key: text for key in _NAMED if (text := _content(stated.get(key)))}
-    missing = _add_named(document, [*names.values(), *_added_by(settings)])
+    listed = settings.get("added_tokens_decoder")
+    tokens = listed.values() if isinstance(listed, dict) else ()
+    special = [token for token in tokens if isinstance(token, dict) and token.get("special")]
+    added = [text for token in special if (text := _content(token))]
+    missing = _add_named(document, [*names.values(), *added])
     names = {key: text for key, text in names.items() if text not in missing}
     text = _build(document, folder)
     eos = text.token_to_id(names["eos_token"]) if "eos_token" in names else None
@@ -219,7 +235,13 @@ def load_tokenizer(folder: Path) -> ChatTokenizer:
     stops = _stop_ids(eos, generation, config, int(text.get_vocab_size(with_added_tokens=True)))
     control = make_control_tokens(_control_ids(document, text, names, stops))
     aliased = _build(alias_tokenizer(document, control.alias_of), folder)
-    _check_ids(aliased, control, folder)
+    moved = [alias for alias, number in control.ids.items() if aliased.token_to_id(alias) != number]
+    if moved:
+        raise InvalidInputError(
+            f"{path} numbers {len(moved)} special tokens in a way that cannot be kept, "
+            f"`{control.unseal(moved[0])}` first.",
+            remedy="save it anew: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)",
+        )
     return ChatTokenizer(
         folder=folder,
         digest=digest_files(folder),
@@ -248,22 +270,6 @@ def digest_files(folder: Path) -> str:
     return digest.hexdigest()
 
 
-def _read_tokenizer(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise NotFoundError(
-            f"{path.parent} holds no tokenizer.json.",
-            remedy="save the model's fast tokenizer there: "
-            "AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER)",
-        )
-    document = _read_object(path)
-    if not isinstance(document.get("model"), dict):
-        raise InvalidInputError(
-            f"{path} is no tokenizer: it has no `model`.",
-            remedy="copy or download the model's tokenizer.json again",
-        )
-    return document
-
-
 def _read_object(path: Path) -> dict[str, Any]:
     """A JSON object; empty where there is no such file."""
     try:
@@ -282,13 +288,6 @@ def _content(value: Any) -> str | None:
     """A special token, written as text or as an object."""
     text = value.get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) and text else None
-
-
-def _added_by(settings: Mapping[str, Any]) -> list[str]:
-    listed = settings.get("added_tokens_decoder")
-    tokens = listed.values() if isinstance(listed, dict) else ()
-    special = [token for token in tokens if isinstance(token, dict) and token.get("special")]
-    return [text for token in special if (text := _content(token))]
 
 
 def _add_named(document: dict[str, Any], names: Sequence[str]) -> list[str]:
@@ -353,16 +352,6 @@ def _control_ids(
     framing = {*names.values(), *(text.id_to_token(stop) for stop in stops)}
     wanted = [name for name, is_special in held.items() if is_special or name in framing]
     return {name: int(text.token_to_id(name)) for name in wanted if not name.isspace()}
-
-
-def _check_ids(aliased: Any, control: ControlTokens, folder: Path) -> None:
-    moved = [alias for alias, number in control.ids.items() if aliased.token_to_id(alias) != number]
-    if moved:
-        raise InvalidInputError(
-            f"{folder / 'tokenizer.json'} numbers {len(moved)} special tokens in a way that "
-            f"cannot be kept, `{control.unseal(moved[0])}` first.",
-            remedy="save it anew: AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER)",
-        )
 
 
 def _chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:

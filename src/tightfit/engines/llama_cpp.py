@@ -9,30 +9,27 @@ import secrets
 import shutil
 import tempfile
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tightfit.core.errors import InvalidInputError, UserError
+from tightfit.core.errors import InvalidInputError
 from tightfit.core.sampling import Sampling
-from tightfit.data.prompter import Prompter
+from tightfit.data.templates import Prompter, StopTextFilter
 from tightfit.engines.llama_devices import add_hosts, choose_threads, enable_keepalive, list_gpus
 from tightfit.engines.open import EngineRequest, open_prompter
 from tightfit.engines.protocol import (
-    Delta,
-    Done,
+    BaseAnswer,
+    BaseEngine,
     EngineInfo,
-    Event,
-    Failed,
     FinishReason,
     Listener,
     Request,
     Ticket,
-    check_request,
     choose_context,
+    name_gpus,
 )
 from tightfit.hardware.machine import read_machine
 from tightfit.models.gguf import GgufHeader, LongArray, read_gguf_header
@@ -66,39 +63,35 @@ class LlamaFile:
 
 def read_llama_file(path: Path) -> LlamaFile:
     """Read the header, and those of the other parts where the file is the first of several."""
+    from gguf import LlamaFileType
+
     first = read_gguf_header(path)
-    headers = [first, *(read_gguf_header(part) for part in _other_parts(path, first))]
+    headers, count = [first], first.metadata.get("split.count", 1)
+    # Parts are named NAME-00001-of-00003.gguf; llama.cpp is given the first and finds the rest.
+    head, split, tail = path.name.partition("-00001-of-")
+    if split and isinstance(count, int):
+        names = (f"{head}-{number:05d}-of-{tail}" for number in range(2, min(count, 999) + 1))
+        parts = (path.with_name(name) for name in names)
+        headers += [read_gguf_header(part) for part in parts if part.is_file()]
     tensors = [tensor for header in headers for tensor in header.tensors]
+    try:
+        file_type = LlamaFileType(first.metadata.get("general.file_type")).name  # type: ignore[arg-type]
+    except ValueError:
+        file_type = "GGUF"
+    embedding = next((t.shape for t in tensors if t.name == "token_embd.weight"), ())
+    tokens = first.metadata.get("tokenizer.ggml.tokens")
+    num_tokens = tokens.length if isinstance(tokens, LongArray) else None
     return LlamaFile(
         path=path,
-        format=_read_format(first),
+        format=file_type.removeprefix("ALL_").removeprefix("MOSTLY_"),
         num_params=sum(t.num_elements for t in tensors if t.name not in _NOT_PARAMETERS),
         weight_bytes=sum(_tensor_bytes(t.shape, t.type_id) for t in tensors),
         kv_bytes_per_token=_kv_bytes_per_token(first),
         context=_read_int(first, "context_length"),
-        num_vocabulary=_num_vocabulary(first, [t.shape for t in tensors if _is_embedding(t.name)]),
+        num_vocabulary=embedding[1]
+        if len(embedding) == 2
+        else num_tokens or _read_int(first, "vocab_size") or 0,
     )
-
-
-def _other_parts(path: Path, header: GgufHeader) -> list[Path]:
-    """Parts are named NAME-00001-of-00003.gguf; llama.cpp is given the first and finds the rest."""
-    count = header.metadata.get("split.count", 1)
-    if not isinstance(count, int) or count < 2 or "-00001-of-" not in path.name:
-        return []
-    head, _, tail = path.name.partition("-00001-of-")
-    parts = [path.with_name(f"{head}-{n:05d}-of-{tail}") for n in range(2, min(count, 999) + 1)]
-    return [part for part in parts if part.is_file()]
-
-
-def _read_format(header: GgufHeader) -> str:
-    from gguf import LlamaFileType
-
-    stated = header.metadata.get("general.file_type")
-    try:
-        name = LlamaFileType(stated).name  # type: ignore[arg-type]
-    except ValueError:
-        return "GGUF"
-    return name.removeprefix("ALL_").removeprefix("MOSTLY_")
 
 
 def _tensor_bytes(shape: tuple[int, ...], type_id: int) -> int:
@@ -114,35 +107,28 @@ def _tensor_bytes(shape: tuple[int, ...], type_id: int) -> int:
 def _kv_bytes_per_token(header: GgufHeader) -> int:
     """Keys and values of every layer; a number per layer where the file gives one per layer."""
     num_layers = _read_int(header, "block_count") or 0
-    num_heads = _per_layer(header, "attention.head_count", num_layers)
-    kv_heads = _per_layer(header, "attention.head_count_kv", num_layers) or num_heads
+
+    def per_layer(key: str) -> list[int]:
+        stated = _read(header, key)
+        if isinstance(stated, tuple):
+            return [int(one) for one in stated]
+        return [stated] * num_layers if isinstance(stated, int) else []
+
+    num_heads = per_layer("attention.head_count")
+    kv_heads = per_layer("attention.head_count_kv") or num_heads
     width = (_read_int(header, "embedding_length") or 0) // max(1, max(num_heads, default=1))
     key = _read_int(header, "attention.key_length") or width
     value = _read_int(header, "attention.value_length") or width
     return KV_VALUE_BYTES * sum(kv_heads) * (key + value)
 
 
-def _per_layer(header: GgufHeader, key: str, num_layers: int) -> list[int]:
-    stated = header.metadata.get(f"{header.metadata.get('general.architecture')}.{key}")
-    if isinstance(stated, tuple):
-        return [int(one) for one in stated]
-    return [stated] * num_layers if isinstance(stated, int) else []
+def _read(header: GgufHeader, key: str) -> object:
+    return header.metadata.get(f"{header.metadata.get('general.architecture')}.{key}")
 
 
 def _read_int(header: GgufHeader, key: str) -> int | None:
-    stated = header.metadata.get(f"{header.metadata.get('general.architecture')}.{key}")
+    stated = _read(header, key)
     return stated if isinstance(stated, int) and stated > 0 else None
-
-
-def _is_embedding(name: str) -> bool:
-    return name == "token_embd.weight"
-
-
-def _num_vocabulary(header: GgufHeader, embeddings: list[tuple[int, ...]]) -> int:
-    if embeddings and len(embeddings[0]) == 2:
-        return embeddings[0][1]
-    tokens = header.metadata.get("tokenizer.ggml.tokens")
-    return tokens.length if isinstance(tokens, LongArray) else _read_int(header, "vocab_size") or 0
 
 
 # Sampling as fields of a completion request.
@@ -162,7 +148,7 @@ def make_completion_body(
     return {
         "prompt": list(prompt),
         "max_tokens": num_new_tokens,
-        "samplers": choose_samplers(sampling),
+        "samplers": _choose_samplers(sampling),
         "temperature": max(0.0, sampling.temperature),
         "top_k": sampling.top_k,
         "top_p": sampling.top_p,
@@ -179,80 +165,22 @@ def make_completion_body(
     }
 
 
-def choose_samplers(sampling: Sampling) -> list[str]:
+def _choose_samplers(sampling: Sampling) -> list[str]:
     """Samplers that have an effect. At temperature 0 one token is left: none may follow."""
     chosen = [] if sampling.repetition_penalty == 1.0 else ["penalties"]
     chosen.append("temperature")
-    if sampling.temperature <= 0:
-        return chosen
-    if sampling.top_k > 0:
-        chosen.append("top_k")
-    if sampling.top_p < 1:
-        chosen.append("top_p")
-    if sampling.min_p > 0:
-        chosen.append("min_p")
+    if sampling.temperature > 0:
+        chosen += ["top_k"] * (sampling.top_k > 0)
+        chosen += ["top_p"] * (sampling.top_p < 1)
+        chosen += ["min_p"] * (sampling.min_p > 0)
     return chosen
-
-
-# Stop texts in a stream of text.
-
-
-class StopTextFilter:
-    """Holds back text that may be the beginning of a stop text.
-
-    As `data.prompter.TextStream` does for tokens, for an engine that streams text.
-    """
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = [stop for stop in stops if stop]
-        self._longest = max(map(len, self._stops), default=0)
-        self._pieces: list[str] = []
-        self._held = ""
-        """Received and not shown yet."""
-        self.is_stopped = False
-
-    @property
-    def text(self) -> str:
-        """Everything received, cut at a stop text."""
-        return "".join(self._pieces) + self._held
-
-    def push(self, text: str) -> str:
-        """The text that can be shown now."""
-        if self.is_stopped:
-            return ""
-        held = self._held + text
-        found = [at for stop in self._stops if (at := held.find(stop)) >= 0]
-        if found:
-            self.is_stopped = True
-            self._held = held[: min(found)]
-            return self.finish()
-        count = self._count_held(held)
-        self._held = held[len(held) - count :]
-        return self._show(held[: len(held) - count])
-
-    def finish(self) -> str:
-        """The text that was held back, at the end of the stream."""
-        held, self._held = self._held, ""
-        return self._show(held)
-
-    def _show(self, text: str) -> str:
-        if text:
-            self._pieces.append(text)
-        return text
-
-    def _count_held(self, text: str) -> int:
-        """Characters at the end that may begin a stop text."""
-        for count in range(min(self._longest - 1, len(text)), 0, -1):
-            if any(stop.startswith(text[-count:]) for stop in self._stops):
-                return count
-        return 0
 
 
 # One request: llama.cpp's chunks to events.
 
 
-class LlamaAnswer:
-    """A ticket and the state of its answer.
+class LlamaAnswer(BaseAnswer[StopTextFilter]):
+    """An answer that one worker thread reads from llama.cpp.
 
     llama.cpp sends nothing for a token that ends inside a character, and names only the token
     that completes it. So the text is llama.cpp's own, tokens are counted by its count, and the
@@ -265,83 +193,70 @@ class LlamaAnswer:
         listener: Listener,
         *,
         prompter: Prompter,
-        stop_ids: frozenset[int],
-        num_new_tokens: int,
+        stop_ids: Sequence[int],
+        max_new_tokens: int,
     ) -> None:
-        self._request = request
-        self._listener = listener
-        self._stops_at = frozenset() if request.sampling.ignores_stop_tokens else stop_ids
-        self._num_allowed = num_new_tokens
+        super().__init__(request, listener, stop_ids, StopTextFilter(request.sampling.stop))
         self._prompter = prompter
-        self._text = StopTextFilter(request.sampling.stop)
-        self._cancelled = threading.Event()
-        self._submitted_s = time.monotonic()
-        self._first_token_s: float | None = None
-        self._num_new = 0
-        self._num_cached = 0
-        self._pending: list[int] = []
-        """Tokens whose text could not be shown yet."""
+        self._max_new_tokens = max_new_tokens
         self._reason: FinishReason | None = None
-        self._error: Exception | None = None
-
-    def cancel(self) -> None:
-        self._cancelled.set()
 
     def run(self, server: Any) -> None:
         """Block until the answer has ended and the listener was called."""
         body = make_completion_body(
-            self._request.prompt, self._request.sampling, num_new_tokens=self._num_allowed
+            self.request.prompt, self.request.sampling, num_new_tokens=self._max_new_tokens
         )
         try:
-            if not self._cancelled.is_set():
+            if not self.is_cancelled:
                 server.handle_completions(body, self._take)
         except Exception as error:  # whatever the binding raises belongs to this answer
-            self._error = self._error or error
-        self._emit(self._end())
+            self.fail(error)
+        if self._reason is None and self.is_cancelled:
+            self._reason = FinishReason.CANCELLED
+        if self._reason is None:
+            self.fail(RuntimeError("llama.cpp ended an answer without a reason"))
+        else:
+            self.end(self._reason)
 
     def _take(self, chunk: dict[str, Any]) -> bool:
         """One chunk of the stream. True ends it; an exception would be lost in the binding."""
         try:
             return self._read(chunk)
         except Exception as error:
-            self._error = error
+            self.fail(error)
             return True
 
     def _read(self, chunk: dict[str, Any]) -> bool:
         if "error" in chunk:
-            self._error = _as_error(chunk["error"])
-            return True
-        if self._cancelled.is_set():
+            raise _as_error(chunk["error"])
+        if self.is_cancelled:
             return True
         progress = chunk.get("prompt_progress")
         if progress is not None:  # a progress report carries no token
-            self._num_cached = int(progress.get("cache", 0))
+            self.num_cached_tokens = int(progress.get("cache", 0))
             return False
         choice, state = chunk["choices"][0], chunk["__verbose"]
-        num_hidden = int(state["tokens_predicted"]) - self._num_new - len(state["tokens"])
-        self._num_new = int(state["tokens_predicted"])
+        tokens: list[int] = state["tokens"]
+        num_hidden = int(state["tokens_predicted"]) - self.num_new_tokens - len(tokens)
+        self.num_new_tokens = int(state["tokens_predicted"])
         if choice["finish_reason"] is not None:
             is_stop = choice["finish_reason"] == "stop"
             self._reason = FinishReason.STOP if is_stop else FinishReason.LENGTH
             return False
-        return self._add(state["tokens"], choice["text"], num_hidden)
-
-    def _add(self, tokens: list[int], text: str, num_hidden: int) -> bool:
-        if self._first_token_s is None:
-            self._first_token_s = time.monotonic()
-            text = self._begin(tokens, text)
-        is_end = any(token in self._stops_at for token in tokens)
+        text: str = choice["text"]
+        # SentencePiece puts a space before a first word, which tokenizers drop.
+        if (
+            self.mark_first_token()
+            and text.startswith(" ")
+            and not self._prompter.decode(tokens).startswith(" ")
+        ):
+            text = text[1:]
+        is_end = any(token in self.stop_ids for token in tokens)
         if not is_end:
-            self._pending += self._name_tokens(tokens, text, num_hidden)
-            self._show(self._text.push(text))
-        if is_end or self._text.is_stopped:
+            self.show(self.text.push(text), self._name_tokens(tokens, text, num_hidden))
+        if is_end or self.text.is_stopped:
             self._reason = FinishReason.STOP
         return self._reason is not None
-
-    def _begin(self, tokens: list[int], text: str) -> str:
-        """Drop the space that SentencePiece puts before a first word, as tokenizers do."""
-        has_space = text.startswith(" ") and not self._prompter.decode(tokens).startswith(" ")
-        return text[1:] if has_space else text
 
     def _name_tokens(self, tokens: list[int], text: str, num_hidden: int) -> list[int]:
         if num_hidden <= 0:
@@ -349,40 +264,6 @@ class LlamaAnswer:
         guess = self._prompter.tokenizer.encode(text)
         fits = len(guess) == num_hidden + len(tokens) and guess[-1:] == tokens[-1:]
         return guess if fits else tokens
-
-    def _show(self, text: str) -> None:
-        if text:
-            tokens, self._pending = tuple(self._pending), []
-            self._emit(Delta(text=text, tokens=tokens))
-
-    def _end(self) -> Event:
-        if self._error is not None:
-            return Failed(error=self._error)
-        reason = self._reason
-        if reason is None and self._cancelled.is_set():
-            reason = FinishReason.CANCELLED
-        if reason is None:
-            return Failed(error=RuntimeError("llama.cpp ended an answer without a reason"))
-        self._show(self._text.finish())
-        now = time.monotonic()
-        return Done(
-            reason=reason,
-            text=self._text.text,
-            num_prompt_tokens=len(self._request.prompt),
-            num_new_tokens=self._num_new,
-            num_cached_tokens=self._num_cached,
-            submitted_s=self._submitted_s,
-            first_token_s=now if self._first_token_s is None else self._first_token_s,
-            finished_s=now,
-        )
-
-    def _emit(self, event: Event) -> None:
-        """An error in a listener ends its own request only."""
-        try:
-            self._listener(event)
-        except Exception as error:
-            self._error = error
-            self._cancelled.set()
 
 
 def _as_error(error: dict[str, Any]) -> Exception:
@@ -410,20 +291,25 @@ MAX_SOCKET_PATH = 100
 def open_llama(request: EngineRequest, *, why: str) -> LlamaEngine:
     """Load a GGUF file. `request.device` is decided: `cpu`, `cuda` or `cuda:N`."""
     load_library()  # raises for a missing or broken wheel
+    import xllamacpp
+
     file = read_llama_file(request.artefact.path)
     context = choose_context(request.context, file.context)
     is_gpu = request.device != "cpu" or bool(request.hosts)
-    slots = request.slots or _choose_slots(file, context, is_gpu=is_gpu)
+    # As many as are worthwhile, within a share of the free memory.
+    room = read_machine().available_memory_bytes * SPARE_MEMORY_FRACTION
+    most = int(room // max(1, file.kv_bytes_per_token * context))
+    slots = request.slots or max(1, min(GPU_SLOTS if is_gpu else CPU_SLOTS, most))
     prompter = open_prompter(request)
     add_hosts(request.hosts)
     settings = _make_settings(request, context=context, slots=slots)
     info = EngineInfo(
         engine="llama.cpp",
-        version=_version(),
+        version=str(xllamacpp.__version__),
         why=why,
         model=request.artefact.name,
         format=file.format,
-        device=_name_device(request.device),
+        device=name_gpus(len(list_gpus())) if request.device == "cuda" else request.device,
         max_context=context,
         num_slots=slots,
         num_params=file.num_params,
@@ -437,20 +323,17 @@ def open_llama(request: EngineRequest, *, why: str) -> LlamaEngine:
     return LlamaEngine(server, info=info, prompter=prompter, file=file)
 
 
-class LlamaEngine:
+class LlamaEngine(BaseEngine):
     """One GGUF file in memory, with as many worker threads as llama.cpp has slots."""
 
     def __init__(
         self, server: Any, *, info: EngineInfo, prompter: Prompter, file: LlamaFile
     ) -> None:
+        super().__init__(info, prompter, num_vocabulary=file.num_vocabulary)
         self._server = server
-        self._info = info
-        self._prompter = prompter
         self._file = file
-        self._stop_ids = frozenset(prompter.stop_ids) | _probe_stop_ids(server)
+        self._stop_ids = (*prompter.stop_ids, *_probe_stop_ids(server))
         self._waiting: queue.SimpleQueue[LlamaAnswer | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()
-        self._is_closed = False
         self._running: set[LlamaAnswer] = set()
         self._scorer: LlamaModel | None = None
         self._scorer_positions = 0
@@ -463,26 +346,13 @@ class LlamaEngine:
             worker.start()
         atexit.register(self.close)
 
-    @property
-    def info(self) -> EngineInfo:
-        return self._info
-
-    @property
-    def prompter(self) -> Prompter:
-        return self._prompter
-
     def submit(self, request: Request, listener: Listener) -> Ticket:
-        num_new_tokens = check_request(
-            request,
-            max_context=self._info.max_context,
-            num_vocabulary=self._file.num_vocabulary,
-        )
         answer = LlamaAnswer(
             request,
             listener,
-            prompter=self._prompter,
+            prompter=self.prompter,
             stop_ids=self._stop_ids,
-            num_new_tokens=num_new_tokens,
+            max_new_tokens=self._check_request(request),
         )
         with self._lock:
             self._check_open()
@@ -491,10 +361,10 @@ class LlamaEngine:
         return answer
 
     def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        if not 0 < len(tokens) <= self._info.max_context:
+        if not 0 < len(tokens) <= self.info.max_context:
             raise InvalidInputError(
                 f"{len(tokens):,} tokens were given to score; 1 to "
-                f"{self._info.max_context:,} are possible.",
+                f"{self.info.max_context:,} are possible.",
                 remedy="score the text in pieces, or allow more: --context N",
             )
         with self._scorer_lock:
@@ -505,13 +375,12 @@ class LlamaEngine:
             return self._open_scorer(1).tokenize(text)
 
     def close(self) -> None:
-        with self._lock:
-            if not self._is_closed:
-                self._is_closed = True
+        if self._set_closed():
+            with self._lock:
                 for answer in self._running:
                     answer.cancel()
-                for _ in self._workers:
-                    self._waiting.put(None)
+            for _ in self._workers:
+                self._waiting.put(None)
         with self._scorer_lock:
             if self._scorer is not None:
                 self._scorer.close()
@@ -543,10 +412,6 @@ class LlamaEngine:
             self._scorer = LlamaModel(self._file.path, num_positions=positions, num_threads=threads)
             self._scorer_positions = positions
         return self._scorer
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise UserError(f"{self._info.model} was closed.", remedy="open it again")
 
 
 def start_server(settings: Any, path: Path) -> Any:
@@ -602,21 +467,6 @@ def _make_settings(request: EngineRequest, *, context: int, slots: int) -> Any:
     return settings
 
 
-def _choose_slots(file: LlamaFile, context: int, *, is_gpu: bool) -> int:
-    """As many as are worthwhile, within a share of the free memory."""
-    most = GPU_SLOTS if is_gpu else CPU_SLOTS
-    room = read_machine().available_memory_bytes * SPARE_MEMORY_FRACTION
-    return max(1, min(most, int(room // max(1, file.kv_bytes_per_token * context))))
-
-
-def _name_device(device: str) -> str:
-    """`cuda` as the numbers of the GPUs it means."""
-    if device != "cuda":
-        return device
-    num_gpus = len(list_gpus())
-    return "cuda:0" if num_gpus <= 1 else f"cuda:0-{num_gpus - 1}"
-
-
 def _probe_stop_ids(server: Any) -> frozenset[int]:
     """llama.cpp's own end tokens: those that `ignore_eos` forbids. Also warms up."""
     chunks: list[dict[str, Any]] = []
@@ -633,9 +483,3 @@ def _probe_stop_ids(server: Any) -> frozenset[int]:
         settings = chunks[-1]["__verbose"]["generation_settings"]
         return frozenset(int(entry["token"]) for entry in settings["logit_bias"])
     return frozenset()
-
-
-def _version() -> str:
-    import xllamacpp
-
-    return str(xllamacpp.__version__)

@@ -23,8 +23,8 @@ from typing import Any
 
 import psutil
 
+from tightfit.core.child_process import end_with_parent
 from tightfit.core.errors import SetupError, UsageError
-from tightfit.core.with_parent import end_with_parent
 from tightfit.hardware.machine import read_machine
 from tightfit.runtime.llama_cpp import (
     HOW_TO_BUILD,
@@ -104,40 +104,27 @@ def _handshake(address: str) -> Protocol:
                 remedy=explain_start(address),
             ) from error
         try:
-            return _exchange_hello(connection)
+            # Source: `negotiate_hello` in ggml-rpc.cpp; no capabilities but TCP.
+            question = bytes([_HELLO_COMMAND]) + _LENGTH.pack(_CAPABILITIES_BYTES)
+            connection.sendall(question + bytes(_CAPABILITIES_BYTES))
+            with connection.makefile("rb") as reader:
+                (length,) = _LENGTH.unpack(reader.read(_LENGTH.size))
+                if length != _REPLY.size:
+                    raise ValueError("another kind of answer")
+                major, minor, _ = _REPLY.unpack(reader.read(_REPLY.size))
+            return Protocol(major=major, minor=minor)
         except TimeoutError as error:
             raise SetupError(
                 f"{address} takes connections but does not answer: its rpc-server serves another "
                 "process, one at a time, or the port belongs to another program.",
                 remedy="wait for the other process, or name the server's own port",
             ) from error
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, struct.error) as error:  # struct: the connection was closed
             raise SetupError(
                 f"The program at {address} does not answer as llama.cpp's rpc-server of this "
                 "release does.",
                 remedy=explain_start(address),
             ) from error
-
-
-def _exchange_hello(connection: socket.socket) -> Protocol:
-    """Source: `negotiate_hello` in ggml-rpc.cpp; no capabilities but TCP."""
-    question = bytes([_HELLO_COMMAND]) + _LENGTH.pack(_CAPABILITIES_BYTES)
-    connection.sendall(question + bytes(_CAPABILITIES_BYTES))
-    (length,) = _LENGTH.unpack(_receive(connection, _LENGTH.size))
-    if length != _REPLY.size:
-        raise ValueError("another kind of answer")
-    major, minor, _ = _REPLY.unpack(_receive(connection, _REPLY.size))
-    return Protocol(major=major, minor=minor)
-
-
-def _receive(connection: socket.socket, num_bytes: int) -> bytes:
-    received = b""
-    while len(received) < num_bytes:
-        more = connection.recv(num_bytes - len(received))
-        if not more:
-            raise ValueError("the connection was closed")
-        received += more
-    return received
 
 
 # The guard: a parent of the process that uses hosts. llama.cpp's RPC backend calls abort() from
@@ -204,7 +191,8 @@ def _forward_signals(process: subprocess.Popen[bytes]) -> Iterator[None]:
     """A terminal sends Ctrl-C to both processes; every other signal reaches only this one."""
 
     def pass_on(number: int, _frame: object) -> None:
-        if number != signal.SIGINT or not _has_terminal():
+        has_terminal = sys.stdin is not None and sys.stdin.isatty()
+        if number != signal.SIGINT or not has_terminal:
             process.send_signal(number)
 
     before = {number: signal.getsignal(number) for number in _FORWARDED_SIGNALS}
@@ -216,10 +204,6 @@ def _forward_signals(process: subprocess.Popen[bytes]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _has_terminal() -> bool:
-    return sys.stdin is not None and sys.stdin.isatty()
 
 
 # Hosts as devices of llama.cpp's RPC backend.
@@ -268,13 +252,9 @@ def add_hosts(hosts: tuple[str, ...]) -> None:
     protocol = load_rpc()
     for host in hosts:
         probe_host(host, protocol)
-    silence_abort(load_library())
-    _register_hosts(hosts)
-
-
-def _register_hosts(hosts: tuple[str, ...]) -> None:
-    """As llama.cpp's own `--rpc` does it. Source: `add_rpc_devices` in its common/arg.cpp."""
     library, pointer = load_library(), ctypes.c_void_p
+    silence_abort(library)
+    # As llama.cpp's own `--rpc` does it. Source: `add_rpc_devices` in its common/arg.cpp.
     library.ggml_backend_register.restype = None
     library.ggml_backend_register.argtypes = [pointer]
     add_server = ctypes.CFUNCTYPE(pointer, ctypes.c_char_p)(
@@ -302,7 +282,8 @@ def enable_keepalive(hosts: tuple[str, ...]) -> None:
     """
     if sys.platform != "linux":
         return
-    peers = {_resolve_address(host) for host in hosts}
+    addresses = (host.rpartition(":") for host in hosts)
+    peers = {(socket.gethostbyname(name), int(port)) for name, _, port in addresses}
     for entry in list(Path("/proc/self/fd").iterdir()):
         try:
             is_socket = stat.S_ISSOCK(entry.stat().st_mode)
@@ -325,8 +306,3 @@ def _set_keepalive(number: int, peers: set[tuple[str, int]]) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, INTERVAL_SECONDS)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, NUM_PROBES)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, limit * 1000)
-
-
-def _resolve_address(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    return socket.gethostbyname(host), int(port)

@@ -10,16 +10,22 @@ import argparse
 import ctypes
 import signal
 import sys
-from typing import Any
 
 from tightfit.core.errors import SetupError, UserError
 from tightfit.engines.llama_devices import DEFAULT_RPC_PORT, choose_threads, list_gpus, read_hosts
 from tightfit.runtime.llama_cpp import find_rpc_function, load_library, load_rpc
 
+_LINE_BUFFERED = 1
+"""`_IOLBF` of glibc and musl."""
+
 
 def main() -> int:
     """Serve one client after the other until ended."""
-    flags = _read_flags()
+    parser = argparse.ArgumentParser(prog="python -m tightfit.engines.llama_rpc_server")
+    parser.add_argument("--address", required=True, help="of this machine, in a private network")
+    parser.add_argument("--port", type=int, default=DEFAULT_RPC_PORT)
+    parser.add_argument("--threads", type=int, help="of the CPU; default: the physical cores")
+    flags = parser.parse_args()
     try:
         (endpoint,) = read_hosts(f"{flags.address}:{flags.port}")
         serve_devices(endpoint, num_threads=choose_threads(flags.threads))
@@ -32,45 +38,24 @@ def main() -> int:
 def serve_devices(endpoint: str, *, num_threads: int) -> None:
     """Return only if it cannot listen there. Source: `main` in llama.cpp's rpc-server.cpp."""
     load_rpc()
-    devices = _find_devices(load_library())
-    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    library, pointer, size = load_library(), ctypes.c_void_p, ctypes.c_size_t
+    library.ggml_backend_dev_by_name.restype = pointer
+    library.ggml_backend_dev_by_name.argtypes = [ctypes.c_char_p]
+    names = list_gpus() or ("CPU",)
+    devices = (pointer * len(names))(
+        *(library.ggml_backend_dev_by_name(name.encode()) for name in names)
+    )
     kind = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, size, size, pointer)
     start = kind(find_rpc_function("ggml_backend_rpc_start_server"))
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python handles no signals while C code serves
-    _flush_lines()
+    # llama.cpp prints its address through C's stdout, which is block-buffered into pipes.
+    process = ctypes.CDLL(None)
+    process.setvbuf(ctypes.c_void_p.in_dll(process, "stdout"), None, _LINE_BUFFERED, 0)
     start(endpoint.encode(), None, num_threads, len(devices), devices)
     raise SetupError(
         f"The rpc-server cannot listen at {endpoint}.",
         remedy="an address of this machine and a port that nobody uses: --address A --port N",
     )
-
-
-def _flush_lines() -> None:
-    """llama.cpp prints its address through C's stdout, which is block-buffered into pipes."""
-    library = ctypes.CDLL(None)
-    stream = ctypes.c_void_p.in_dll(library, "stdout")
-    library.setvbuf(stream, None, _LINE_BUFFERED, 0)
-
-
-_LINE_BUFFERED = 1
-"""`_IOLBF` of glibc and musl."""
-
-
-def _find_devices(library: Any) -> Any:
-    """An array of them, as the server takes it."""
-    pointer = ctypes.c_void_p
-    library.ggml_backend_dev_by_name.restype = pointer
-    library.ggml_backend_dev_by_name.argtypes = [ctypes.c_char_p]
-    found = [library.ggml_backend_dev_by_name(name.encode()) for name in list_gpus() or ("CPU",)]
-    return (pointer * len(found))(*found)
-
-
-def _read_flags() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tightfit.engines.llama_rpc_server")
-    parser.add_argument("--address", required=True, help="of this machine, in a private network")
-    parser.add_argument("--port", type=int, default=DEFAULT_RPC_PORT)
-    parser.add_argument("--threads", type=int, help="of the CPU; default: the physical cores")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

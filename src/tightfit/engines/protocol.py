@@ -1,24 +1,29 @@
 """Engine: the protocol through which every command uses a loaded model.
 
-Also the checks that all engines share and the blocking, streaming and batch ways to call one.
+Also what all engines share: checks of a request, the state of an answer, and the blocking,
+streaming and batch ways to call one.
 """
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from tightfit.core.errors import InvalidInputError, UserError
 from tightfit.core.sampling import Sampling
+from tightfit.data.templates import StopTextFilter, TextStream
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from tightfit.data.prompter import Prompter
+    from tightfit.data.templates import Prompter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,8 +240,13 @@ def answer_all(
                 number, request = next(numbered, (-1, None))
                 if request is None:
                     is_more = False
-                else:
-                    open_tickets[number] = _submit_numbered(engine, number, request, ended)
+                    break
+                listen = partial(_put_end, ended, number)
+                try:
+                    open_tickets[number] = engine.submit(request, listen)
+                except UserError as error:
+                    open_tickets[number] = None
+                    listen(Failed(error=error))
             if not open_tickets:
                 return
             number, end = ended.get()
@@ -248,15 +258,127 @@ def answer_all(
                 ticket.cancel()
 
 
-def _submit_numbered(
-    engine: Engine, number: int, request: Request, ended: SimpleQueue[tuple[int, Done | Failed]]
-) -> Ticket | None:
-    def listen(event: Event) -> None:
-        if not isinstance(event, Delta):
-            ended.put((number, event))
+def _put_end(ended: SimpleQueue[tuple[int, Done | Failed]], number: int, event: Event) -> None:
+    if not isinstance(event, Delta):
+        ended.put((number, event))
 
-    try:
-        return engine.submit(request, listen)
-    except UserError as error:
-        ended.put((number, Failed(error=error)))
-        return None
+
+# The state that every engine keeps of an answer, and the parts that all engines share.
+
+Text = TypeVar("Text", TextStream, StopTextFilter)
+"""What the engine's pieces become text by: tokens, or text with stop texts in it."""
+
+
+class BaseAnswer(Generic[Text]):
+    """A ticket: one request, its tokens and text so far, and its events.
+
+    Only the engine's thread changes it; `cancel` may come from any.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        listener: Listener,
+        stop_ids: Sequence[int],
+        text: Text,
+    ) -> None:
+        self.request = request
+        self.stop_ids = frozenset(() if request.sampling.ignores_stop_tokens else stop_ids)
+        self.text: Text = text
+        self.num_new_tokens = 0
+        self.num_cached_tokens = 0
+        self.is_cancelled = False
+        self.is_over = False
+        self._listener = listener
+        self._pending: list[int] = []
+        """Tokens whose text could not be shown yet."""
+        self._submitted_s = time.monotonic()
+        self._first_token_s: float | None = None
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+    def mark_first_token(self) -> bool:
+        """Note the time of the first token. True where this was it."""
+        is_first = self._first_token_s is None
+        if is_first:
+            self._first_token_s = time.monotonic()
+        return is_first
+
+    def show(self, text: str, tokens: Sequence[int]) -> None:
+        """Send the text that can be shown now, with all tokens that came since the last one."""
+        self._pending += tokens
+        if text:
+            self._emit(Delta(text=text, tokens=self._take_pending()))
+
+    def end(self, reason: FinishReason) -> None:
+        """Send the rest of the text and the final event, once."""
+        if self.is_over:
+            return
+        rest = self.text.finish()
+        if rest or self._pending:
+            self._emit(Delta(text=rest, tokens=self._take_pending()))
+        self.is_over = True
+        now = time.monotonic()
+        self._emit(
+            Done(
+                reason=reason,
+                text=self.text.text,
+                num_prompt_tokens=len(self.request.prompt),
+                num_new_tokens=self.num_new_tokens,
+                num_cached_tokens=self.num_cached_tokens,
+                submitted_s=self._submitted_s,
+                first_token_s=now if self._first_token_s is None else self._first_token_s,
+                finished_s=now,
+            )
+        )
+
+    def fail(self, error: Exception) -> None:
+        if not self.is_over:
+            self.is_over = True
+            self._emit(Failed(error=error))
+
+    def _take_pending(self) -> tuple[int, ...]:
+        tokens, self._pending = tuple(self._pending), []
+        return tokens
+
+    def _emit(self, event: Event) -> None:
+        try:
+            self._listener(event)
+        except Exception:  # a broken listener ends its own answer, not the others
+            self.is_cancelled = True
+
+
+class BaseEngine:
+    """A loaded model's description and tokenizer, and whether it is still open."""
+
+    def __init__(self, info: EngineInfo, prompter: Prompter, *, num_vocabulary: int) -> None:
+        self.info = info
+        self.prompter = prompter
+        self._num_vocabulary = num_vocabulary
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def tokenize(self, text: str) -> list[int]:
+        return self.prompter.tokenizer.encode(text)
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise UserError(f"{self.info.model} was closed.", remedy="start the command again")
+
+    def _check_request(self, request: Request) -> int:
+        """The number of new tokens that fit."""
+        return check_request(
+            request, max_context=self.info.max_context, num_vocabulary=self._num_vocabulary
+        )
+
+    def _set_closed(self) -> bool:
+        """Whether it was open until now."""
+        with self._lock:
+            was_open, self._is_closed = not self._is_closed, True
+            return was_open
+
+
+def name_gpus(count: int) -> str:
+    """`cuda:0`, or `cuda:0-3` for several."""
+    return "cuda:0" if count <= 1 else f"cuda:0-{count - 1}"

@@ -12,32 +12,28 @@ import itertools
 import json
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tightfit.core.dtypes import Dtype
-from tightfit.core.errors import InvalidInputError, SetupError, UserError
+from tightfit.core.errors import InvalidInputError, SetupError, UserError, first_line
 from tightfit.core.sampling import Sampling
-from tightfit.data.prompter import Prompter, TextStream
-from tightfit.engines.open import VLLM_REMEDY, EngineRequest, open_prompter
+from tightfit.data.templates import Prompter, TextStream
+from tightfit.engines.open import VLLM_REMEDY, EngineRequest, open_prompter, read_gptq_bits
 from tightfit.engines.protocol import (
-    Delta,
-    Done,
+    BaseAnswer,
+    BaseEngine,
     EngineInfo,
-    Event,
-    Failed,
     FinishReason,
     Listener,
     Request,
     Ticket,
-    check_request,
     choose_context,
+    name_gpus,
 )
 from tightfit.models.resolve import measure_weights, resolve_model
 from tightfit.models.spec import ModelSpec
-from tightfit.runtime.artefacts import Artefact, ArtefactKind
+from tightfit.runtime.model_files import Artefact, ArtefactKind
 
 if TYPE_CHECKING:
     import numpy as np
@@ -48,7 +44,6 @@ DEFAULT_SLOTS = 256
 """vLLM's own `max_num_seqs` on most cards."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """What `max_lora_rank` may be."""
-_DTYPES = {Dtype.FP32: "float32", Dtype.BF16: "bfloat16", Dtype.FP16: "float16"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +68,7 @@ def plan_vllm(request: EngineRequest, spec: ModelSpec, *, num_gpus: int, context
         # Prompts go in and answers come out as tokens: the same tokenizer for every engine.
         "skip_tokenizer_init": True,
         "trust_remote_code": False,
-        "dtype": "auto" if request.weights is None else _DTYPES[request.weights],
+        "dtype": "auto" if request.weights is None else request.weights.torch_name,
         "max_model_len": context,
         "max_num_seqs": request.slots or DEFAULT_SLOTS,
         "tensor_parallel_size": 1 if is_one else choose_parallel(num_gpus, spec),
@@ -83,11 +78,8 @@ def plan_vllm(request: EngineRequest, spec: ModelSpec, *, num_gpus: int, context
     }
     lora = None
     if artefact.kind is ArtefactKind.ADAPTER:
-        settings |= {
-            "enable_lora": True,
-            "max_loras": 1,
-            "max_lora_rank": _allowed_rank(artefact),
-        }
+        rank = _allowed_rank(artefact)
+        settings |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
         lora = {"lora_name": "tuned", "lora_int_id": 1, "lora_path": str(artefact.path)}
     return VllmPlan(
         engine=settings,
@@ -148,36 +140,26 @@ def _allowed_rank(adapter: Artefact) -> int:
 # One request: vLLM's outputs to events.
 
 
-class VllmAnswer:
-    """A ticket and the state of its answer."""
+class VllmAnswer(BaseAnswer[TextStream]):
+    """An answer whose tokens come from a task on vLLM's event loop."""
 
     def __init__(self, request: Request, listener: Listener, prompter: Prompter) -> None:
-        self.request = request
-        self._listener = listener
-        self._text = TextStream(prompter, request.sampling.stop)
-        self._stop_ids = frozenset(
-            () if request.sampling.ignores_stop_tokens else prompter.stop_ids
-        )
+        text = TextStream(prompter, request.sampling.stop)
+        super().__init__(request, listener, prompter.stop_ids, text)
         self._lock = threading.Lock()
-        self._is_cancelled = False
-        self._has_ended = False
-        self._end: Callable[[], object] | None = None
-        self._submitted_s = time.monotonic()
-        self._first_token_s: float | None = None
-        self._num_new = self._num_cached = 0
-        self._pending: list[int] = []
+        self._end_task: Callable[[], object] | None = None
 
     def bind(self, loop: asyncio.AbstractEventLoop, task: asyncio.Task[None]) -> None:
         with self._lock:
-            self._end = lambda: loop.call_soon_threadsafe(task.cancel)
-            if self._is_cancelled:
+            self._end_task = lambda: loop.call_soon_threadsafe(task.cancel)
+            if self.is_cancelled:
                 task.cancel()
 
     def cancel(self) -> None:
         with self._lock, contextlib.suppress(RuntimeError):  # the loop may be gone
-            self._is_cancelled = True
-            if self._end is not None:
-                self._end()
+            self.is_cancelled = True
+            if self._end_task is not None:
+                self._end_task()
 
     async def run(self, stream: Any) -> None:
         reason = FinishReason.CANCELLED
@@ -191,56 +173,21 @@ class VllmAnswer:
         except asyncio.CancelledError:
             pass
         except Exception as error:
-            self._emit(Failed(error=error))
-            return
-        self._finish(reason)
-
-    def end(self) -> None:
-        """Called when the task is over: one cancelled before it began has sent no event."""
-        if not self._has_ended:
-            self._finish(FinishReason.CANCELLED)
-
-    def _finish(self, reason: FinishReason) -> None:
-        self._show(self._text.finish())
-        self._emit(self._done(reason))
-
-    def _emit(self, event: Event) -> None:
-        """An error in a listener must not affect other requests."""
-        self._has_ended = self._has_ended or not isinstance(event, Delta)
-        with contextlib.suppress(Exception):
-            self._listener(event)
+            self.fail(error)
+        self.end(reason)
 
     def _take(self, output: Any) -> FinishReason | None:
         part = output.outputs[0]
         tokens = [int(token) for token in part.token_ids]
-        self._num_cached = int(getattr(output, "num_cached_tokens", None) or 0)
-        if tokens and self._first_token_s is None:
-            self._first_token_s = time.monotonic()
-        self._num_new += len(tokens)
-        shown = [token for token in tokens if token not in self._stop_ids]
-        self._pending += shown
-        self._show(self._text.push(shown))
-        if self._text.is_stopped or part.finish_reason == "stop":
+        self.num_cached_tokens = int(getattr(output, "num_cached_tokens", None) or 0)
+        if tokens:
+            self.mark_first_token()
+        self.num_new_tokens += len(tokens)
+        shown = [token for token in tokens if token not in self.stop_ids]
+        self.show(self.text.push(shown), shown)
+        if self.text.is_stopped or part.finish_reason == "stop":
             return FinishReason.STOP
         return FinishReason.LENGTH if part.finish_reason == "length" else None
-
-    def _show(self, text: str) -> None:
-        if text:
-            tokens, self._pending = tuple(self._pending), []
-            self._emit(Delta(text=text, tokens=tokens))
-
-    def _done(self, reason: FinishReason) -> Done:
-        now = time.monotonic()
-        return Done(
-            reason=reason,
-            text=self._text.text,
-            num_prompt_tokens=len(self.request.prompt),
-            num_new_tokens=self._num_new,
-            num_cached_tokens=self._num_cached,
-            submitted_s=self._submitted_s,
-            first_token_s=now if self._first_token_s is None else self._first_token_s,
-            finished_s=now,
-        )
 
 
 # The engine.
@@ -250,43 +197,54 @@ _KV_VALUE_BYTES = 2
 
 def open_vllm(request: EngineRequest, *, why: str) -> VllmEngine:
     """Start vLLM on the artefact's folder; an adapter goes along with every request."""
-    vllm = _import_vllm()
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("DO_NOT_TRACK", "1")
+    try:
+        import torch
+        import vllm
+    except ImportError as error:
+        raise SetupError(
+            f"vLLM cannot be used here: {first_line(error)}.", remedy=VLLM_REMEDY
+        ) from error
     artefact = request.artefact
     folder = artefact.base or artefact.path
     spec = resolve_model(str(folder))
     context = choose_context(request.context, spec.max_positions)
-    plan = plan_vllm(request, spec, num_gpus=_count_gpus(), context=context)
+    plan = plan_vllm(request, spec, num_gpus=torch.cuda.device_count(), context=context)
+    device = name_gpus(plan.engine["tensor_parallel_size"])
+    if plan.visible_devices is not None:
+        device = f"cuda:{plan.visible_devices}"
+    weights = "bf16" if request.weights is None else request.weights.value
+    if artefact.kind is ArtefactKind.GPTQ:
+        weights = f"gptq-{read_gptq_bits(artefact)}"
+    layers = sum(block.num_layers for block in spec.blocks if block.kind == "decoder")
     info = EngineInfo(
         engine="vllm",
         version=str(vllm.__version__),
         why=why,
         model=artefact.name,
-        format=_name_format(request),
-        device=_name_device(plan),
+        format=weights,
+        device=device,
         max_context=context,
         num_slots=plan.engine["max_num_seqs"],
         num_params=spec.num_params,
         weight_bytes=measure_weights(folder) or 0,
-        kv_bytes_per_token=_kv_bytes_per_token(spec),
+        kv_bytes_per_token=2 * layers * spec.num_kv_heads * spec.head_dim * _KV_VALUE_BYTES,
     )
     return VllmEngine(
         _Vllm(plan), info=info, prompter=open_prompter(request), num_vocabulary=spec.vocab_size
     )
 
 
-class VllmEngine:
+class VllmEngine(BaseEngine):
     """vLLM's asynchronous engine on an event loop in a thread of its own."""
 
     def __init__(
         self, library: Any, *, info: EngineInfo, prompter: Prompter, num_vocabulary: int
     ) -> None:
-        self._info = info
-        self._prompter = prompter
-        self._num_vocabulary = num_vocabulary
+        super().__init__(info, prompter, num_vocabulary=num_vocabulary)
         self._library = library
         self._numbers = itertools.count()
-        self._lock = threading.Lock()
-        self._is_closed = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="vllm", daemon=True)
@@ -296,29 +254,19 @@ class VllmEngine:
         except Exception as error:
             self._stop_loop()
             raise SetupError(
-                f"vLLM does not start with {info.model}: {_first_line(error)}.",
+                f"vLLM does not start with {info.model}: {first_line(error)}.",
                 remedy="see its messages above; --engine transformers runs without it",
             ) from error
 
-    @property
-    def info(self) -> EngineInfo:
-        return self._info
-
-    @property
-    def prompter(self) -> Prompter:
-        return self._prompter
-
     def submit(self, request: Request, listener: Listener) -> Ticket:
-        room = check_request(
-            request, max_context=self._info.max_context, num_vocabulary=self._num_vocabulary
-        )
         arguments = sampling_arguments(
-            request.sampling, num_new_tokens=room, stop_ids=self._prompter.stop_ids
+            request.sampling,
+            num_new_tokens=self._check_request(request),
+            stop_ids=self.prompter.stop_ids,
         )
-        answer = VllmAnswer(request, listener, self._prompter)
+        answer = VllmAnswer(request, listener, self.prompter)
         with self._lock:
-            if self._is_closed:
-                raise UserError(f"{self._info.model} was closed.", remedy="open it again")
+            self._check_open()
             number = f"tightfit-{next(self._numbers)}"
             self._loop.call_soon_threadsafe(self._begin, answer, number, arguments)
         return answer
@@ -329,15 +277,9 @@ class VllmEngine:
             remedy="--engine transformers",
         )
 
-    def tokenize(self, text: str) -> list[int]:
-        """vLLM runs without a tokenizer here: this is the artefact's own."""
-        return self._prompter.tokenizer.encode(text)
-
     def close(self) -> None:
-        with self._lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
+        if not self._set_closed():
+            return
         asyncio.run_coroutine_threadsafe(self._end_all(), self._loop).result()
         self._call(self._library.stop)
         self._stop_loop()
@@ -347,7 +289,8 @@ class VllmEngine:
         task = self._loop.create_task(answer.run(stream))
         answer.bind(self._loop, task)
         self._tasks.add(task)
-        task.add_done_callback(lambda _: answer.end())
+        # One cancelled before it began has sent no event.
+        task.add_done_callback(lambda _: answer.end(FinishReason.CANCELLED))
         task.add_done_callback(self._tasks.discard)
 
     async def _end_all(self) -> None:
@@ -420,47 +363,3 @@ def _set_visible_devices(devices: str | None) -> Iterator[None]:
             os.environ.pop("CUDA_VISIBLE_DEVICES", None)
         elif before is not None:
             os.environ["CUDA_VISIBLE_DEVICES"] = before
-
-
-def _import_vllm() -> Any:
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("DO_NOT_TRACK", "1")
-    try:
-        import vllm
-    except ImportError as error:
-        raise SetupError(
-            f"vLLM cannot be used here: {_first_line(error)}.", remedy=VLLM_REMEDY
-        ) from error
-    return vllm
-
-
-def _count_gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()
-
-
-def _name_device(plan: VllmPlan) -> str:
-    if plan.visible_devices is not None:
-        return f"cuda:{plan.visible_devices}"
-    count = int(plan.engine["tensor_parallel_size"])
-    return "cuda:0" if count == 1 else f"cuda:0-{count - 1}"
-
-
-def _name_format(request: EngineRequest) -> str:
-    from tightfit.engines.open import read_gptq_bits
-
-    artefact: Artefact = request.artefact
-    if artefact.kind is ArtefactKind.GPTQ:
-        return f"gptq-{read_gptq_bits(artefact)}"
-    return "bf16" if request.weights is None else request.weights.value
-
-
-def _kv_bytes_per_token(spec: ModelSpec) -> int:
-    layers = sum(block.num_layers for block in spec.blocks if block.kind == "decoder")
-    return 2 * layers * spec.num_kv_heads * spec.head_dim * _KV_VALUE_BYTES
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0].rstrip(".")[:300]

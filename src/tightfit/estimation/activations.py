@@ -1,5 +1,5 @@
 """Activations: tensors that autograd keeps per layer, those of its backward pass, and their
-sum over the micro-batch.
+sum over the micro-batch; logits and loss.
 
 Counted tensor by tensor as transformers 5 layers make them; `docs/formulas.md` lists each with
 its origin, and `benchmarks/results/h200_steps.json` holds the measurements behind them.
@@ -7,22 +7,21 @@ its origin, and `benchmarks/results/h200_steps.json` holds the measurements behi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
+from tightfit.core.attention import Attention
 from tightfit.core.dtypes import Dtype
-from tightfit.core.strategy import Attention, Method, Strategy
+from tightfit.core.settings import Loss, Method
+from tightfit.core.strategy import Strategy
 from tightfit.estimation.flops import skips_masked_pairs
-from tightfit.estimation.fused_projections import augmented_token_bytes
-from tightfit.estimation.weights import is_dora, is_lora_target
+from tightfit.estimation.weights import augmented_token_bytes, is_dora, is_lora_target
 from tightfit.models.families.registry import find_family
 from tightfit.models.spec import Block, Linear, ModelSpec, Role
 
 # Bytes per value
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ValueWidths:
+class ValueWidths(NamedTuple):
     """Bytes per value in the parts of a model, for one strategy."""
 
     value: int
@@ -72,8 +71,7 @@ COMPOSED_ACTIVATIONS = {"gelu_new": 3, "gelu_fast": 3, "gelu_python": 2, "quick_
 """Extra kept tensors of activations written as several ops. Source: transformers activations.py."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayerBytes:
+class LayerBytes(NamedTuple):
     """One layer's activations, in bytes per token of the micro-batch."""
 
     saved: int
@@ -240,11 +238,12 @@ def _norm_bytes(spec: ModelSpec, block: Block, strategy: Strategy, numerics: Val
 def _input_bytes(parts: list[Linear], width: int, strategy: Strategy, numerics: ValueWidths) -> int:
     """Copies of one input that its matrices keep.
 
-    A trained matrix keeps its input; all matrices share one copy, except under
-    autocast, which casts for each. A frozen one keeps nothing, its adapter does.
+    A trained matrix keeps its input; all matrices share one copy, except where autocast casts
+    a wider one for each. A frozen one keeps nothing, its adapter does.
     """
     if numerics.is_full:
-        num_copies = len(parts) if numerics.is_autocast else 1
+        is_cast = numerics.is_autocast and numerics.residual != numerics.value
+        num_copies = len(parts) if is_cast else 1
         return num_copies * numerics.value * width
     num_targets = sum(is_lora_target(part, strategy.lora_targets) for part in parts)
     if strategy.method is not Method.LORA or not num_targets:
@@ -259,7 +258,8 @@ def _shares_inputs(strategy: Strategy, numerics: ValueWidths) -> bool:
 
     Source: peft lora/layer.py; h200_steps.json, Llama-2-7b with and without `lora_dropout`.
     """
-    is_cast = numerics.adapter != numerics.value or numerics.is_autocast
+    is_wide = numerics.residual != numerics.value or strategy.adapter_dtype is not strategy.compute
+    is_cast = numerics.adapter != numerics.value or (numerics.is_autocast and is_wide)
     return not is_cast and not strategy.lora_dropout
 
 
@@ -294,7 +294,7 @@ def _casts(strategy: Strategy, numerics: ValueWidths) -> bool:
 
 def _is_eager(spec: ModelSpec, strategy: Strategy) -> bool:
     has_fused = find_family(spec.model_type).has_fused_attention
-    return strategy.attention is Attention.EAGER or not has_fused
+    return strategy.attention.record.stores_scores or not has_fused
 
 
 MATH_SCORE_BYTES = 4
@@ -441,8 +441,7 @@ def _attention_working(spec: ModelSpec, strategy: Strategy, numerics: ValueWidth
 # The whole micro-batch
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ActivationBytes:
+class ActivationBytes(NamedTuple):
     """Activations of the whole micro-batch."""
 
     kept: int
@@ -531,3 +530,114 @@ def _final_norm_bytes(spec: ModelSpec, strategy: Strategy, layer: LayerBytes) ->
     value = strategy.compute.value_bytes
     kept = (4 + value) if spec.is_rms_norm and not fuses_pointwise(strategy) else value
     return kept * spec.hidden_size + layer.checkpoint
+
+
+# Logits and loss: the memory that the vocabulary takes at the peak.
+
+NUM_LOSS_CHUNKS = 8
+"""Chunks of the chunked loss. Source: torchtune CEWithChunkedOutputLoss, num_output_chunks=8."""
+
+
+def can_fuse_head_and_loss(spec: ModelSpec) -> bool:
+    """Whether the loss can apply the head itself, which lets the fused loss work in chunks."""
+    return not find_family(spec.model_type).scales_logits and not spec.is_encoder_decoder
+
+
+class LossBytes(NamedTuple):
+    """Bytes of head and loss at the two moments that can be the peak."""
+
+    forward: int
+    """While the loss is computed."""
+    backward: int
+    """While its gradient is computed."""
+
+
+def estimate_loss_bytes(spec: ModelSpec, strategy: Strategy) -> LossBytes:
+    """Tensors of the size tokens x vocabulary during loss and its backward.
+
+    Plain, as transformers 5 does it: the head's output in the compute dtype,
+    its upcast to fp32, and log-softmax's fp32 output, which autograd keeps. Once
+    the model's output is dropped, only the last remains; the backward adds the
+    gradients of the loss and of log-softmax, both fp32: 12 bytes at the peak.
+    Kernel writes the gradient into the fp32 copy and casts it down: 4 + 2.
+    Chunked keeps all log-softmax chunks, until the backward pass beside the head's
+    output, and makes fp32 gradients one chunk at a time; compiled, it keeps the
+    head's output alone and computes the rest again (torchtune `compile_loss`; counted
+    under torch's min-cut partitioner: 2 bytes, 4 eager). Fused (Liger) never holds more
+    than one chunk of logits, and writes the gradient of the hidden states at once.
+    Leaves out the shifted copy that transformers before 4.45 made.
+    Source: transformers loss_utils.ForCausalLMLoss; liger fused_linear_cross_entropy.
+    """
+    tokens = strategy.tokens_per_micro_batch
+    table = tokens * spec.vocab_size
+    value = strategy.compute.value_bytes
+    softcap = value * table if spec.has_logit_softcap else 0
+    dropped = 0 if strategy.quirks.keeps_logits else value * table
+    is_head_fusible = can_fuse_head_and_loss(spec)
+    if strategy.loss is Loss.FUSED and is_head_fusible:
+        return _estimate_fused(spec, strategy)
+    if strategy.loss is Loss.CHUNKED:
+        if strategy.compile:
+            kept = value * table + softcap
+            return LossBytes(forward=kept, backward=kept + value * table // NUM_LOSS_CHUNKS)
+        wide = value if strategy.quirks.narrow_loss else 4
+        kept = (value + wide) * table + softcap
+        return LossBytes(
+            forward=kept + wide * table // NUM_LOSS_CHUNKS,
+            backward=kept - dropped + (value + 2 * wide) * table // NUM_LOSS_CHUNKS,
+        )
+    if strategy.quirks.narrow_loss:
+        return _estimate_without_upcast(strategy, table=table, softcap=softcap)
+    upcast = 0 if strategy.compute is Dtype.FP32 else 4 * table
+    if strategy.loss is Loss.KERNEL:
+        kept = value * table + upcast + softcap
+        cast = value * table if upcast else 0
+        return LossBytes(forward=kept, backward=kept + cast - (dropped if upcast else 0))
+    copied = 0 if is_head_fusible else value * table
+    return LossBytes(
+        forward=value * table + copied + upcast + 4 * table + softcap,
+        backward=12 * table + softcap,
+    )
+
+
+def _estimate_without_upcast(strategy: Strategy, *, table: int, softcap: int) -> LossBytes:
+    """Loss without an upcast: the logits and their shifted copy stay in the compute dtype.
+
+    Autocast runs log-softmax in fp32, with a cast copy before it, and a kernel's logits leave
+    the model as an fp32 copy. A kernel writes the gradient into the shifted copy.
+    Source: transformers 4.48 modeling_gpt_bigcode; torch autocast's fp32 ops; accelerate
+    `convert_outputs_to_fp32`.
+    """
+    value = strategy.compute.value_bytes
+    wide = 4 if strategy.is_autocast else value
+    if strategy.loss is Loss.KERNEL:
+        output = 4 * table if strategy.is_autocast and value != 4 else 0
+        return LossBytes(
+            forward=2 * value * table + output + softcap, backward=2 * value * table + softcap
+        )
+    cast = wide * table if wide != value else 0
+    return LossBytes(
+        forward=(2 * value + wide) * table + cast + softcap, backward=3 * wide * table + softcap
+    )
+
+
+def count_chunk_tokens(spec: ModelSpec, *, tokens: int, factor: int) -> int:
+    """Tokens of the fused loss's largest chunk: a power of two, or all there are.
+
+    Source: liger-kernel 0.8.5, fused_linear_cross_entropy_forward, `chunk_mem_const`.
+    """
+    num_chunks = -(-spec.vocab_size // (factor * spec.hidden_size))
+    return min(tokens, 1 << max(0, (-(-tokens // num_chunks) - 1).bit_length()))
+
+
+def _estimate_fused(spec: ModelSpec, strategy: Strategy) -> LossBytes:
+    """One chunk of logits at a time; chunks shrink as the vocabulary grows."""
+    tokens = strategy.tokens_per_micro_batch
+    value = strategy.compute.value_bytes
+    chunk_tokens = count_chunk_tokens(spec, tokens=tokens, factor=strategy.loss_chunk_factor)
+    logits = 2 * chunk_tokens * spec.vocab_size * value
+    hidden_gradient = tokens * spec.hidden_size * value
+    trains_head = strategy.method is Method.FULL or strategy.train_embeddings
+    head_gradient = 2 * spec.embedding_params * value if trains_head else 0
+    total = logits + hidden_gradient + head_gradient
+    return LossBytes(forward=total, backward=hidden_gradient)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
-from tightfit.core.strategy import Sharding, Strategy
+from tightfit.core.settings import Sharding
+from tightfit.core.strategy import Strategy
 from tightfit.hardware.types import Node
 
 NVLINK_FRACTION = 0.80
@@ -45,8 +47,7 @@ HOST_ADAM_BYTES = 30.0
 Source: ZeRO-Offload, arXiv:2101.06840."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Links:
+class Links(NamedTuple):
     """Bytes per second that a GPU gets, after protocol losses."""
 
     inside: float
@@ -61,8 +62,7 @@ class Links:
     """Seconds of a gather of next to no bytes inside the node."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Payload:
+class Payload(NamedTuple):
     """Bytes to move for one whole copy of the model."""
 
     weight_bytes: float
@@ -75,8 +75,7 @@ class Payload:
     """Layers, which are gathered one by one."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Transfers:
+class Transfers(NamedTuple):
     """Seconds of transfers, before any overlap with compute."""
 
     forward: float = 0.0
@@ -144,19 +143,6 @@ def gather_seconds(
     return seconds + num_calls * latency
 
 
-def reduce_seconds(
-    num_bytes: float, links: Links, *, num_nodes: int, gpus_per_node: int, num_calls: int = 1
-) -> float:
-    """All-reduce: a reduce-scatter, then an all-gather."""
-    return 2.0 * gather_seconds(
-        num_bytes,
-        links,
-        num_nodes=num_nodes,
-        gpus_per_node=gpus_per_node,
-        num_calls=num_calls,
-    )
-
-
 BUCKET_BYTES = 25e6
 """Gradients travel in buckets of this size. Source: torch DistributedDataParallel."""
 
@@ -175,18 +161,17 @@ def estimate_transfers(strategy: Strategy, links: Links, payload: Payload) -> Tr
     """
     sharding = strategy.sharding
     nodes, gpus = strategy.num_nodes, strategy.gpus_per_node
+    everywhere = partial(gather_seconds, links=links, num_nodes=nodes, gpus_per_node=gpus)
     buckets = 1 + int(payload.gradient_bytes / BUCKET_BYTES)
     if strategy.world_size == 1 or sharding is Sharding.SINGLE:
         return Transfers()
     if not sharding.shards_weights:
-        reduced = reduce_seconds(
-            payload.gradient_bytes, links, num_nodes=nodes, gpus_per_node=gpus, num_calls=buckets
-        )
+        # An all-reduce is a reduce-scatter, then an all-gather.
+        reduced = 2.0 * everywhere(payload.gradient_bytes, num_calls=buckets)
         if sharding is Sharding.DDP:
             return Transfers(last_backward=reduced)
-        shared = gather_seconds(payload.updated_bytes, links, num_nodes=nodes, gpus_per_node=gpus)
         each = {"backward" if sharding is Sharding.ZERO2 else "last_backward": reduced / 2}
-        return Transfers(**each, update=shared)
+        return Transfers(**each, update=everywhere(payload.updated_bytes))
     hybrid = sharding is Sharding.FSDP_HYBRID
     shard_nodes = 1 if hybrid else nodes
     units = payload.num_units
@@ -199,7 +184,7 @@ def estimate_transfers(strategy: Strategy, links: Links, payload: Payload) -> Tr
     between = 0.0
     if hybrid and nodes > 1:
         # All GPUs of a node send their own shard at once: together, one gradient per node.
-        between = reduce_seconds(
+        between = 2.0 * gather_seconds(
             payload.gradient_bytes, links, num_nodes=nodes, gpus_per_node=1, num_calls=units
         )
     again = 0.0 if sharding is Sharding.FSDP_GRAD_OP else gathered

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from functools import lru_cache
+from typing import NamedTuple
 
+from tightfit.core.attention import Attention
 from tightfit.core.dtypes import Dtype
-from tightfit.core.strategy import Attention, Method, Strategy
-from tightfit.estimation.fused_projections import count_saved_traffic
-from tightfit.estimation.weights import is_lora_target
+from tightfit.core.settings import Method
+from tightfit.core.strategy import Strategy
+from tightfit.estimation.weights import count_saved_traffic, is_lora_target
 from tightfit.models.spec import Block, ModelSpec, Role
 
-T = TypeVar("T")
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionLayers:
+class AttentionLayers(NamedTuple):
     """Layers with the same attention mask."""
 
     num_layers: int
@@ -25,8 +22,7 @@ class AttentionLayers:
     """Positions a token sees at most, itself included."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Workload:
+class Workload(NamedTuple):
     """Sums over a model's matrices that the time formulas need, computed once per spec.
 
     "Used" counts what one token passes through, "held" counts every expert.
@@ -73,8 +69,7 @@ class Workload:
         return self.weights_held - self.expert_weights_held
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AdapterSums:
+class AdapterSums(NamedTuple):
     """Sums over the matrices that LoRA attaches to, for one token."""
 
     num_used: int
@@ -86,8 +81,7 @@ class AdapterSums:
     """Inputs that a fused projection has read already."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PassFlops:
+class PassFlops(NamedTuple):
     """One forward pass over `num_sequences` sequences, by part."""
 
     linear: float
@@ -102,8 +96,7 @@ class PassFlops:
         return self.linear + self.attention + self.head + self.adapter
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepFlops:
+class StepFlops(NamedTuple):
     """One optimizer step of all ranks."""
 
     model: float
@@ -111,30 +104,10 @@ class StepFlops:
     recomputed: float
     """FLOPs of activation recomputation; not part of `model`."""
 
-    @property
-    def executed(self) -> float:
-        return self.model + self.recomputed
 
-
-class _PerSpec(Generic[T]):
-    """Caches sums by a spec's identity: hashing a whole spec costs more than an estimate."""
-
-    def __init__(self, compute: Callable[[ModelSpec, tuple[str, ...]], T]) -> None:
-        self._compute = compute
-        self._seen: dict[tuple[int, tuple[str, ...]], tuple[ModelSpec, T]] = {}
-
-    def get(self, spec: ModelSpec, names: tuple[str, ...] = ()) -> T:
-        found = self._seen.get((id(spec), names))
-        if found is None:
-            if len(self._seen) >= 1024:
-                self._seen.clear()
-            # Keeps the spec alive, so that its id is not reused.
-            found = (spec, self._compute(spec, names))
-            self._seen[id(spec), names] = found
-        return found[1]
-
-
-def _sum_matrices(spec: ModelSpec, _names: tuple[str, ...]) -> Workload:
+@lru_cache(maxsize=64)
+def sum_workload(spec: ModelSpec) -> Workload:
+    """The spec's sums, computed once per spec."""
     parts = [(block.num_layers, part) for block in spec.blocks for part in block.linears]
     used = [(n * part.copies_per_token, part) for n, part in parts]
     held = [(n * part.copies, part) for n, part in parts]
@@ -212,6 +185,7 @@ def _attention_layers(spec: ModelSpec) -> tuple[AttentionLayers, ...]:
     return tuple(group for group in groups if group.num_layers)
 
 
+@lru_cache(maxsize=64)
 def _sum_targets(spec: ModelSpec, targets: tuple[str, ...]) -> AdapterSums:
     chosen = [
         (b.num_layers, part)
@@ -226,23 +200,16 @@ def _sum_targets(spec: ModelSpec, targets: tuple[str, ...]) -> AdapterSums:
     )
 
 
-_workloads = _PerSpec(_sum_matrices)
-_adapters = _PerSpec(_sum_targets)
 NO_ADAPTERS = AdapterSums(num_used=0, inputs_used=0, outputs_used=0)
-
-
-def sum_workload(spec: ModelSpec) -> Workload:
-    """The spec's sums, computed once per spec."""
-    return _workloads.get(spec)
 
 
 def sum_adapters(spec: ModelSpec, strategy: Strategy) -> AdapterSums:
     """Widths that LoRA adds matrices for; nothing for other methods."""
     if strategy.method is not Method.LORA:
         return NO_ADAPTERS
-    found = _adapters.get(spec, strategy.lora_targets)
     saved = count_saved_traffic(spec, strategy)
-    return replace(found, outputs_saved=saved.outputs, inputs_saved=saved.inputs)
+    found = _sum_targets(spec, strategy.lora_targets)
+    return found._replace(outputs_saved=saved.outputs, inputs_saved=saved.inputs)
 
 
 def count_pairs(seq_len: float, *, causal: bool, window: int | None = None) -> float:
@@ -326,6 +293,7 @@ def skips_masked_pairs(attention: Attention, *, window: int | None, seq_len: flo
     sequence is passed to it as an explicit mask, and then it computes the whole
     square. Source: `_ignore_causal_mask_sdpa` in transformers' masking_utils.py.
     """
-    if attention is Attention.EAGER:
+    skips = attention.record.skips
+    if skips == "nothing":
         return False
-    return attention is Attention.FLASH or window is None or seq_len < window
+    return skips == "windows" or window is None or seq_len < window

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from tightfit.core.dtypes import Dtype
-from tightfit.core.strategy import Method, Strategy
-from tightfit.core.training import Training
+from tightfit.core.settings import Method
+from tightfit.core.strategy import Strategy, Training
 from tightfit.core.units import GIB
 from tightfit.estimation.state import (
     estimate_state_bytes,
@@ -74,7 +74,7 @@ PROCESS_BYTES = int(2.5 * GIB)
 FILE_SHARD_BYTES = 5 * GIB
 """Checkpoint files come in shards of at most this size. Source: transformers `save_pretrained`."""
 PINNED_FACTOR = 1.5
-"""Head-room of DeepSpeed's pinned staging buffers. Source: as in `zero_table.py`."""
+"""Head-room of DeepSpeed's pinned staging buffers. Source: as in `state.py`."""
 
 
 def estimate_host_components(spec: ModelSpec, strategy: Strategy) -> dict[str, int]:

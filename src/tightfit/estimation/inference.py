@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from tightfit.core.dtypes import Dtype
 from tightfit.estimation.flops import count_pairs, sum_workload
@@ -19,6 +20,15 @@ HOST_KERNEL_SECONDS = 20e-6
 """A step of transformers' eager decoder, launched from Python without gradients: its kernels by
 `step_time.count_forward_kernels`, each between the 13 us of the smallest operation and the 35 us
 of training on our H200 machine."""
+HOST_TOKEN_SECONDS = 150e-6
+"""Choosing, decoding and handing on one token: 0.1 ms greedy and 0.17 ms drawn, in an engine of
+ours with 2 layers on a CPU; it explains half of what a card with 64 slots falls short by."""
+PRODUCTS_PER_LAYER = 9
+"""Which all threads of a CPU begin and end together: seven linear layers, and attention's two."""
+BARRIER_SECONDS = 1e-3
+"""What a product waits for a thread that another program has displaced, for each thread above one
+that a core is wanted by. Our measurement: a step of 2 layers took 11 ms with one thread and 102 ms
+with two, on two cores that nine other threads wanted too."""
 REPLAYED_LAYER_SECONDS = 120e-6
 """The small kernels between a layer's products in a CUDA graph: a step of Llama-2-7B for one row
 took 7.05 ms on our H200, of which reading the weights is 3.2 (h200_generation.json)."""
@@ -56,8 +66,7 @@ class InferenceJob:
     """Each kernel is launched from Python, which a fast GPU has to wait for."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InferenceEstimate:
+class InferenceEstimate(NamedTuple):
     """The estimate of an inference job."""
 
     components: dict[str, int]
@@ -113,6 +122,46 @@ def estimate_inference(spec: ModelSpec, job: InferenceJob, gpu: Gpu) -> Inferenc
         new_tokens_per_second=job.new_tokens / per_answer if per_answer else 0.0,
         bound=bound,
     )
+
+
+class HostShare(NamedTuple):
+    """What an engine's own work on the host gets of the cores."""
+
+    num_threads: int = 1
+    """Of its products, where the CPU is the device."""
+    threads_per_core: float = 1.0
+    """That want to run, of all workers and of other programs; at least 1."""
+    slowdown: float = 1.0
+    """Of the arithmetic, by what other programs use."""
+
+
+WHOLE_HOST = HostShare()
+"""Nobody else wants the cores, or nothing is known of them."""
+
+
+def add_host_time(
+    spec: ModelSpec,
+    job: InferenceJob,
+    tokens_per_second: float,
+    *,
+    drives_layers: bool,
+    share: HostShare,
+) -> float:
+    """New tokens a second of one engine, from the device's rate and the host's time for them.
+
+    Every token is chosen and handed on; where Python drives each layer on a CPU, its kernels are
+    started one by one; and a product of several threads ends with the last of them, which other
+    programs may have displaced. Leaves out the host's time for reading prompts.
+    """
+    host = HOST_TOKEN_SECONDS
+    if drives_layers:
+        host += spec.num_layers * HOST_KERNELS_PER_LAYER * HOST_KERNEL_SECONDS / job.num_slots
+    waiting = 0.0
+    if share.num_threads > 1:
+        products = spec.num_layers * PRODUCTS_PER_LAYER + 1
+        waiting = products * (share.threads_per_core - 1) * BARRIER_SECONDS / job.num_slots
+    device = share.slowdown / tokens_per_second
+    return 1 / (device + share.threads_per_core * host + waiting)
 
 
 def inference_components(

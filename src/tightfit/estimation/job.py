@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import partial
 
-from tightfit.core.data_profile import DataProfile
 from tightfit.core.dtypes import Dtype
-from tightfit.core.strategy import Method, Strategy
+from tightfit.core.profiles import DataProfile
+from tightfit.core.settings import Method
+from tightfit.core.strategy import Strategy
+from tightfit.core.trainers import find_trainer
 from tightfit.core.units import GIB, render_bytes
-from tightfit.estimation.activations import estimate_layer_bytes
+from tightfit.estimation.activations import estimate_layer_bytes, estimate_loss_bytes
 from tightfit.estimation.communication import describe_network
 from tightfit.estimation.host_and_disk import (
     DEFAULT_CHECKPOINTS,
@@ -18,11 +19,11 @@ from tightfit.estimation.host_and_disk import (
     estimate_phase_host_bytes,
 )
 from tightfit.estimation.inference import inference_components, kv_row_bytes
-from tightfit.estimation.loss import estimate_loss_bytes
 from tightfit.estimation.memory import (
     Moment,
     estimate_context_bytes,
     estimate_moments,
+    find_error_fraction,
     judge_fit,
     list_reserved_components,
     peak_moment,
@@ -61,12 +62,13 @@ CALIBRATION_LENGTH = 2048
 
 def estimate_phases(spec: ModelSpec, strategy: Strategy, *, is_cpu: bool = False) -> list[Moment]:
     """Peaks of all phases but the training step, on the fullest GPU."""
-    state = estimate_state_bytes(spec, strategy)
-    phases = [estimate_load(spec, strategy, state)]
+    phases = [estimate_load(spec, strategy)]
     if strategy.is_trained:
-        phases += [_eval(spec, strategy, state, is_cpu=is_cpu), _save(spec, strategy, state)]
+        phases += [_eval(spec, strategy, is_cpu=is_cpu), _save(spec, strategy)]
         if strategy.method is Method.LORA:
-            phases.append(_merge(spec))
+            # Layer by layer: the base matrix in 16 bit, and in fp32 while its adapter is added.
+            weights, added = 2 * largest_layer(spec), 8 * largest_matrix(spec)
+            phases.append(_make_moment("merge", weights=weights, activations=added))
     return [*phases, _quantize(spec), _inference(spec, strategy)]
 
 
@@ -74,7 +76,15 @@ def _make_moment(name: str, **parts: int) -> Moment:
     return Moment(name=name, components={key: size for key, size in parts.items() if size})
 
 
-def estimate_load(spec: ModelSpec, strategy: Strategy, state: StateBytes | None = None) -> Moment:
+def _weight_parts(state: StateBytes) -> dict[str, int]:
+    return {
+        "weights": state.weights,
+        "quantization": state.quantization,
+        "adapters": state.adapters,
+    }
+
+
+def estimate_load(spec: ModelSpec, strategy: Strategy) -> Moment:
     """Weights are loaded matrix by matrix; each is held in 16 bit while it is quantized.
 
     A dequantized base is loaded in nf4: the last matrix exists beside its codes and scales, which
@@ -88,30 +98,20 @@ def estimate_load(spec: ModelSpec, strategy: Strategy, state: StateBytes | None 
     elif strategy.dequantized_base:
         scales = largest_matrix(spec) // NF4_BLOCK
         temporary = largest_matrix(spec) // 2 + (5 if strategy.double_quant else 4) * scales
-    state = state or estimate_state_bytes(spec, strategy)
     gathered = estimate_buffer_bytes(spec, strategy).forward if strategy.is_trained else 0
-    return _make_moment(
-        LOAD,
-        weights=state.weights,
-        quantization=state.quantization,
-        adapters=state.adapters,
-        communication=gathered,
-        dequantized=temporary,
-    )
+    parts = _weight_parts(estimate_state_bytes(spec, strategy))
+    return _make_moment(LOAD, **parts, communication=gathered, dequantized=temporary)
 
 
-def _eval(spec: ModelSpec, strategy: Strategy, state: StateBytes, *, is_cpu: bool) -> Moment:
+def _eval(spec: ModelSpec, strategy: Strategy, *, is_cpu: bool) -> Moment:
     """One batch of the training size without gradients: one layer's tensors and the loss."""
-    tokens = strategy.tokens_per_micro_batch
+    state, buffers = estimate_state_bytes(spec, strategy), estimate_buffer_bytes(spec, strategy)
     layers = [estimate_layer_bytes(spec, b, strategy, is_cpu=is_cpu) for b in spec.blocks]
-    buffers = estimate_buffer_bytes(spec, strategy)
     return _make_moment(
         "eval",
-        weights=state.weights,
-        quantization=state.quantization,
-        adapters=state.adapters,
+        **_weight_parts(state),
         optimizer=state.optimizer,
-        activations=tokens * max(layer.saved for layer in layers),
+        activations=strategy.tokens_per_micro_batch * max(layer.saved for layer in layers),
         logits=estimate_loss_bytes(spec, strategy).forward,
         communication=buffers.forward,
         dequantized=buffers.dequantized_forward,
@@ -119,27 +119,14 @@ def _eval(spec: ModelSpec, strategy: Strategy, state: StateBytes, *, is_cpu: boo
     )
 
 
-def _save(spec: ModelSpec, strategy: Strategy, state: StateBytes) -> Moment:
+def _save(spec: ModelSpec, strategy: Strategy) -> Moment:
     """Sharded tensors are gathered one at a time, then copied to the host."""
-    gathered = 0
+    state, gathered = estimate_state_bytes(spec, strategy), 0
     if strategy.sharding.shards_weights:
         trained = min(num_trainable(spec, strategy), spec.embedding_params)
         gathered = trained * (4 if strategy.weights is Dtype.FP32 else 2)
-    return _make_moment(
-        "save",
-        weights=state.weights,
-        quantization=state.quantization,
-        adapters=state.adapters,
-        optimizer=state.optimizer,
-        communication=gathered,
-    )
-
-
-def _merge(spec: ModelSpec) -> Moment:
-    """Layer by layer: the base matrix in 16 bit, and in fp32 while its adapter is added."""
-    return _make_moment(
-        "merge", weights=2 * largest_layer(spec), activations=8 * largest_matrix(spec)
-    )
+    parts = _weight_parts(state)
+    return _make_moment("save", **parts, optimizer=state.optimizer, communication=gathered)
 
 
 def _quantize(spec: ModelSpec) -> Moment:
@@ -199,8 +186,28 @@ def estimate_job_summary(
 ) -> EstimateSummary:
     """Whether `strategy` fits on nodes like `node`, and the time of its step."""
     strategy = as_loaded(spec, strategy)
-    return _summarize(
-        spec, strategy, node, _list_moments(spec, strategy, node), network_bytes_per_second, profile
+    gpu = _gpu_memory(spec, strategy, node, _list_moments(spec, strategy, node))
+    host = estimate_host_components(spec, strategy)
+    if node.gpu.is_cpu:  # host memory is device memory
+        host = {"processes": strategy.gpus_per_node * gpu.peak_reserved_bytes}
+    host_memory = HostMemory(
+        peak_bytes=sum(host.values()), capacity_bytes=node.host_memory_bytes, components=host
+    )
+    error = find_error_fraction(strategy)
+    verdict, reason = _verdict(gpu, host_memory, node, error_fraction=error)
+    return EstimateSummary(
+        verdict=verdict,
+        reason=reason,
+        gpu=gpu,
+        host=host_memory,
+        time=estimate_step_time(
+            spec=spec,
+            strategy=strategy,
+            node=node,
+            network_bytes_per_second=network_bytes_per_second,
+            profile=profile,
+            num_trainable=num_trainable(spec, strategy),
+        ),
     )
 
 
@@ -218,35 +225,36 @@ def estimate_job(
     `num_checkpoints` are kept on disk beside the one being written.
     """
     asked, strategy = strategy, as_loaded(spec, strategy)
-    moments = _list_moments(spec, strategy, node)
-    outline = _summarize(spec, strategy, node, moments, network_bytes_per_second, profile)
+    summary = estimate_job_summary(
+        spec=spec,
+        strategy=strategy,
+        node=node,
+        network_bytes_per_second=network_bytes_per_second,
+        profile=profile,
+    )
     disk = estimate_disk_components(spec, strategy, num_checkpoints=num_checkpoints)
+    assumptions = _assumptions(spec, strategy, node, network_bytes_per_second)
+    if strategy.weights is not asked.weights and not strategy.dequantized_base:
+        assumptions.insert(
+            0,
+            f"transformers packs none of {spec.model_type}'s layers: {asked.weights.value} weights "
+            f"stay {strategy.weights.value}",
+        )
     return Estimate(
-        verdict=outline.verdict,
-        reason=outline.reason,
+        verdict=summary.verdict,
+        reason=summary.reason,
         parameters=ParameterCounts(
             total=spec.num_params,
-            trainable=_count_trainable(spec, strategy),
+            trainable=num_trainable(spec, strategy),
             active=spec.num_active_params,
         ),
-        gpu=outline.gpu,
-        host=outline.host,
+        gpu=summary.gpu,
+        host=summary.host,
         disk=DiskSpace(bytes=sum(disk.values()), components=disk),
-        time=outline.time,
-        phases=_phases(spec, strategy, node, moments, outline.gpu),
-        assumptions=(
-            *_describe_unquantized(spec, asked, strategy),
-            *_assumptions(spec, strategy, node, network_bytes_per_second),
-        ),
+        time=summary.time,
+        phases=_phases(spec, strategy, node, summary.gpu),
+        assumptions=tuple(assumptions),
     )
-
-
-def _describe_unquantized(spec: ModelSpec, asked: Strategy, loaded: Strategy) -> Iterator[str]:
-    if loaded.weights is not asked.weights and not loaded.dequantized_base:
-        yield (
-            f"transformers packs none of {spec.model_type}'s layers: {asked.weights.value} weights "
-            f"stay {loaded.weights.value}"
-        )
 
 
 def _list_moments(spec: ModelSpec, strategy: Strategy, node: Node) -> list[Moment]:
@@ -254,37 +262,6 @@ def _list_moments(spec: ModelSpec, strategy: Strategy, node: Node) -> list[Momen
     if not strategy.is_trained:
         return []
     return estimate_moments(spec, strategy, is_cpu=node.gpu.is_cpu)
-
-
-def _count_trainable(spec: ModelSpec, strategy: Strategy) -> int:
-    return num_trainable(spec, strategy) if strategy.is_trained else 0
-
-
-def _summarize(
-    spec: ModelSpec,
-    strategy: Strategy,
-    node: Node,
-    moments: list[Moment],
-    network_bytes_per_second: float | None,
-    profile: DataProfile | None,
-) -> EstimateSummary:
-    gpu = _gpu_memory(spec, strategy, node, moments)
-    host = _host_memory(spec, strategy, node, gpu)
-    verdict, reason = _verdict(gpu, host, node)
-    return EstimateSummary(
-        verdict=verdict,
-        reason=reason,
-        gpu=gpu,
-        host=host,
-        time=estimate_step_time(
-            spec=spec,
-            strategy=strategy,
-            node=node,
-            network_bytes_per_second=network_bytes_per_second,
-            profile=profile,
-            num_trainable=_count_trainable(spec, strategy),
-        ),
-    )
 
 
 def _gpu_memory(
@@ -311,9 +288,8 @@ def _gpu_memory(
     )
 
 
-def _phases(
-    spec: ModelSpec, strategy: Strategy, node: Node, moments: list[Moment], gpu: GpuMemory
-) -> tuple[Phase, ...]:
+def _phases(spec: ModelSpec, strategy: Strategy, node: Node, gpu: GpuMemory) -> tuple[Phase, ...]:
+    moments = _list_moments(spec, strategy, node)
     is_cpu = node.gpu.is_cpu
     held = partial(
         list_reserved_components,
@@ -334,34 +310,25 @@ def _phases(
             host_peak_bytes=on_host or host.get(moment.name, host["step"]),
         )
 
-    steps = (phase(m, _within(gpu, held(m, moments))) for m in moments)
+    def within(parts: dict[str, int]) -> dict[str, int]:
+        """Slack limited to the step's peak reserve, which no moment exceeds."""
+        over = max(0, sum(parts.values()) - gpu.peak_reserved_bytes)
+        return parts | {"allocator_slack": max(0, parts["allocator_slack"] - over)}
+
+    steps = (phase(m, within(held(m, moments))) for m in moments)
     around = estimate_phases(spec, strategy, is_cpu=is_cpu)
     load, *later = (phase(m, held(m, [])) for m in around)
     return (load, *steps, *later)
 
 
-def _within(gpu: GpuMemory, held: dict[str, int]) -> dict[str, int]:
-    """The same with slack limited to the step's peak reserve, which no moment exceeds."""
-    over = max(0, sum(held.values()) - gpu.peak_reserved_bytes)
-    return held | {"allocator_slack": max(0, held["allocator_slack"] - over)}
-
-
-def _host_memory(spec: ModelSpec, strategy: Strategy, node: Node, gpu: GpuMemory) -> HostMemory:
-    components = estimate_host_components(spec, strategy)
-    if node.gpu.is_cpu:  # host memory is device memory
-        components = {"processes": strategy.gpus_per_node * gpu.peak_reserved_bytes}
-    return HostMemory(
-        peak_bytes=sum(components.values()),
-        capacity_bytes=node.host_memory_bytes,
-        components=components,
-    )
-
-
-def _verdict(gpu: GpuMemory, host: HostMemory, node: Node) -> tuple[Verdict, str]:
+def _verdict(
+    gpu: GpuMemory, host: HostMemory, node: Node, *, error_fraction: float
+) -> tuple[Verdict, str]:
     verdict = judge_fit(
         allocated_bytes=gpu.peak_allocated_bytes + gpu.context_bytes,
         reserved_bytes=gpu.peak_reserved_bytes,
         capacity_bytes=gpu.capacity_bytes,
+        error_fraction=error_fraction,
     )
     needs = render_bytes(gpu.peak_reserved_bytes)
     has = f"{node.gpu.name} has {render_bytes(gpu.capacity_bytes)}"
@@ -392,8 +359,10 @@ def _verdict(gpu: GpuMemory, host: HostMemory, node: Node) -> tuple[Verdict, str
 
 def _assumptions(
     spec: ModelSpec, strategy: Strategy, node: Node, network_bytes_per_second: float | None
-) -> tuple[str, ...]:
+) -> list[str]:
     found = list(spec.warnings)
+    if strategy.trainer and (doubt := find_trainer(strategy.trainer).reservation):
+        found.append(doubt)
     if node.host_memory_bytes is None:
         found.append("host memory was not stated: it is not checked")
     network = describe_network(strategy, network_bytes_per_second)
@@ -411,4 +380,4 @@ def _assumptions(
     if node.gpu.memory_bytes < GIB:
         device = "CPU" if node.gpu.is_cpu else "GPU"
         found.append(f"the {device} has less than 1 GiB of memory")
-    return tuple(found)
+    return found

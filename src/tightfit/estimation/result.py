@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from pydantic import NonNegativeFloat, NonNegativeInt
 
 from tightfit.core.frozen import Frozen
-from tightfit.core.memory_peak import Peak
+from tightfit.core.profiles import Peak
+
+TRACED = "traced"
+"""The tier of figures that a trace gave."""
 
 
 class Verdict(str, Enum):
@@ -95,8 +98,7 @@ class StepTime(Frozen):
     """`traced` once the seconds of traced operations replaced the formulas'."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EstimateSummary:
+class EstimateSummary(NamedTuple):
     """The parts of an estimate that a search compares; it makes hundreds of them."""
 
     verdict: Verdict

@@ -4,17 +4,19 @@ autocast and quantization make beside them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import ceil
+from typing import NamedTuple
 
 from tightfit.core.dtypes import Dtype
-from tightfit.core.strategy import Method, Sharding, Strategy
-from tightfit.estimation.fused_projections import augmented_weight_bytes, group_fused_linears
+from tightfit.core.settings import Method, Sharding
+from tightfit.core.strategy import Strategy
 from tightfit.estimation.weights import (
     adapter_params,
+    augmented_weight_bytes,
     count_params_outside_blocks,
     count_quantized_values,
     estimate_weight_bytes,
+    group_fused_linears,
     is_dora,
     is_lora_target,
     largest_layer,
@@ -31,8 +33,7 @@ ZERO3_SUB_GROUP_VALUES = 1_000_000_000
 """Values that one optimizer call of ZeRO-3 takes: DeepSpeed `sub_group_size`, its default."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateBytes:
+class StateBytes(NamedTuple):
     """Training state of one GPU between steps, on the GPU and on the host."""
 
     weights: int
@@ -73,7 +74,7 @@ def estimate_state_bytes(spec: ModelSpec, strategy: Strategy) -> StateBytes:
     """Persistent training state of one GPU.
 
     Stage 1 shards optimizer state, 2 adds gradients, 3 and FSDP add weights.
-    Leaves out gathered copies and buckets: see `communication buffers` in `buffers.py`.
+    Leaves out gathered copies and buckets: see `estimate_buffer_bytes`.
     Source: ZeRO, arXiv:1910.02054; PyTorch FSDP, arXiv:2304.11277.
     """
     sharding, offload = strategy.sharding, strategy.offload
@@ -145,7 +146,8 @@ def list_trained_values(spec: ModelSpec, strategy: Strategy) -> list[tuple[int, 
 def mixes_frozen(strategy: Strategy) -> bool:
     """Whether frozen weights have gradients because they share a flat parameter with adapters."""
     is_flat = strategy.sharding.is_fsdp and strategy.quirks.flat_shards
-    return is_flat and strategy.quirks.mixes_frozen and strategy.method is Method.LORA
+    is_mixed = strategy.quirks.mixes_frozen and not strategy.weights.is_quantized
+    return is_flat and is_mixed and strategy.method is Method.LORA
 
 
 def _largest_share(spec: ModelSpec) -> float:
@@ -205,31 +207,30 @@ ZERO_BUCKET_VALUES = 200_000_000
 """`reduce_bucket_size` and `allgather_bucket_size` that transformers' examples set."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BufferBytes:
+class BufferBytes(NamedTuple):
     """Unsharded copies on one GPU at the moments that can be the peak."""
 
-    forward: int
+    forward: int = 0
     """Inside the layers, in forward and evaluation."""
-    loss: int
+    loss: int = 0
     """When all layers are done."""
-    backward: int
+    backward: int = 0
     """While a layer's gradients are computed and reduced."""
-    backward_end: int
+    backward_end: int = 0
     """The same for the first layer, when no other is prefetched."""
-    embedding: int
+    embedding: int = 0
     """While a tied embedding's gradient is added to the head's; 0 where that cannot be the peak."""
-    casts_forward: int
+    casts_forward: int = 0
     """16-bit copies of fp32 weights alive while the loss is computed."""
-    casts_loss: int
+    casts_loss: int = 0
     """The same in the loss's backward pass."""
-    casts_backward: int
+    casts_backward: int = 0
     """The same when the backward pass reaches the layers."""
-    dequantized: int
+    dequantized: int = 0
     """One dequantized matrix at a time; with fp8, one that is cast and the other operand."""
-    dequantized_forward: int
+    dequantized_forward: int = 0
     """The same in forward and evaluation, where fp8 for gradients only casts nothing."""
-    weight_norms: int
+    weight_norms: int = 0
     """DoRA's norm of one adapted matrix."""
 
 
@@ -246,20 +247,14 @@ def estimate_buffer_bytes(spec: ModelSpec, strategy: Strategy) -> BufferBytes:
     Leaves out DDP's buckets: they are counted as gradients.
     Source: torch fully_shard notes; DeepSpeed configuration docs.
     """
-    casts = _cast_bytes(spec, strategy)
+    casts_forward, casts_loss, casts_backward = _cast_bytes(spec, strategy)
     dequantized = 2 * largest_matrix(spec) if strategy.weights.is_quantized else 0
     if strategy.has_fp8:
         dequantized = _fp8_bytes(spec, strategy)
-    gathered = _gathered_bytes(spec, strategy)
-    return BufferBytes(
-        forward=gathered.forward,
-        loss=gathered.loss,
-        backward=gathered.backward,
-        backward_end=gathered.backward_end,
-        embedding=gathered.embedding,
-        casts_forward=casts.forward,
-        casts_loss=casts.loss,
-        casts_backward=casts.backward,
+    return _gathered_bytes(spec, strategy)._replace(
+        casts_forward=casts_forward,
+        casts_loss=casts_loss,
+        casts_backward=casts_backward,
         dequantized=dequantized,
         dequantized_forward=0 if strategy.fp8_gradients else dequantized,
         weight_norms=_weight_norm_bytes(spec, strategy),
@@ -302,27 +297,23 @@ def _weight_norm_bytes(spec: ModelSpec, strategy: Strategy) -> int:
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Casts:
-    forward: int
-    loss: int
-    backward: int
+def _cast_bytes(spec: ModelSpec, strategy: Strategy) -> tuple[int, int, int]:
+    """16-bit copies alive in the forward pass, in the loss's backward pass, and when it reaches
+    the layers.
 
-
-def _cast_bytes(spec: ModelSpec, strategy: Strategy) -> _Casts:
-    """Autocast keeps each 16-bit copy: of trained weights until its context ends, of frozen weights
+    Autocast keeps each copy: of trained weights until its context ends, of frozen weights
     in the graph until their layer's backward, and then only if the layer is not recomputed. The
-    head, which never is, has its copy until its own."""
+    head, which never is, has its copy until its own.
+    """
     head = 2 * spec.embedding_params
     if strategy.weights.is_quantized and strategy.upcast_unquantized:
-        return _Casts(forward=head, loss=head, backward=head)
+        return head, head, head
     if not strategy.casts_weights:
-        return _Casts(forward=0, loss=0, backward=0)
+        return 0, 0, 0
     of_layers = 2 * sum(block.num_params for block in spec.blocks)
     kept_share = 1 - strategy.count_recomputed(spec.num_layers) / spec.num_layers
     kept = int(kept_share * of_layers)
-    is_full = strategy.method is Method.FULL
-    return _Casts(forward=(of_layers if is_full else kept) + head, loss=kept + head, backward=kept)
+    return (of_layers if strategy.method is Method.FULL else kept) + head, kept + head, kept
 
 
 def _layer_bytes(spec: ModelSpec, strategy: Strategy) -> int:
@@ -337,23 +328,14 @@ def _layer_bytes(spec: ModelSpec, strategy: Strategy) -> int:
     return packed + 2 * (num_values - in_layer)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Gathered:
-    forward: int = 0
-    loss: int = 0
-    backward: int = 0
-    backward_end: int = 0
-    embedding: int = 0
-
-
-def _gathered_bytes(spec: ModelSpec, strategy: Strategy) -> _Gathered:
+def _gathered_bytes(spec: ModelSpec, strategy: Strategy) -> BufferBytes:
     sharding = strategy.sharding
     value = strategy.compute.value_bytes
     if sharding in (Sharding.ZERO1, Sharding.ZERO2):
         bucket = value * ZERO_BUCKET_VALUES
-        return _Gathered(backward=bucket, backward_end=bucket)
+        return BufferBytes(backward=bucket, backward_end=bucket)
     if not sharding.shards_weights:
-        return _Gathered()
+        return BufferBytes()
     layer = _layer_bytes(spec, strategy)
     gradients = 2 * _layer_gradient_bytes(spec, strategy)
     whole = _model_bytes(spec, strategy)
@@ -361,23 +343,19 @@ def _gathered_bytes(spec: ModelSpec, strategy: Strategy) -> _Gathered:
         live = min(whole, ZERO3_LIVE_VALUES * value + layer)
         # `training/zero.py` sets reduce buckets of hidden_size ** 2 values.
         reduced = live + gradients // 2 + 2 * spec.hidden_size**2 * value
-        return _Gathered(forward=live, loss=live, backward=reduced, backward_end=reduced)
+        return BufferBytes(forward=live, loss=live, backward=reduced, backward_end=reduced)
     outside = count_params_outside_blocks(spec) * value
     if strategy.method is Method.FULL:
         gradients += outside
+    one = min(whole, outside + layer)
+    forward, loss, backward = one + 2 * layer, one, min(whole, outside + 2 * layer)
     if sharding is Sharding.FSDP_GRAD_OP:
-        return _Gathered(
-            forward=whole + layer,
-            loss=whole + layer,
-            backward=whole - layer + gradients,
-            backward_end=min(whole, outside + layer) + gradients,
-            embedding=_embedding_bytes(spec, strategy),
-        )
-    return _Gathered(
-        forward=min(whole, outside + layer) + 2 * layer,
-        loss=min(whole, outside + layer),
-        backward=min(whole, outside + 2 * layer) + gradients,
-        backward_end=min(whole, outside + layer) + gradients,
+        forward, loss, backward = whole + layer, whole + layer, whole - layer
+    return BufferBytes(
+        forward=forward,
+        loss=loss,
+        backward=backward + gradients,
+        backward_end=one + gradients,
         embedding=_embedding_bytes(spec, strategy),
     )
 
@@ -414,3 +392,74 @@ def _layer_gradient_bytes(spec: ModelSpec, strategy: Strategy) -> int:
         values = max(layer_adapter_params(block, strategy) for block in spec.blocks)
         return values * strategy.adapter_dtype.value_bytes
     return 0
+
+
+# The well-known six-row ZeRO-3 table: model states only, per offload choice
+
+BUFFER_FACTOR = 1.5
+"""Head-room DeepSpeed adds to host memory for its pinned staging buffers."""
+
+
+class ZeroRow(NamedTuple):
+    """One line of the table."""
+
+    offload_param: str
+    offload_optimizer: str
+    zero_init: int
+    gpu_bytes: int
+    host_bytes: int
+
+
+def largest_layer_params(spec: ModelSpec) -> int:
+    """Parameters of the largest single module, the unit ZeRO-3 gathers.
+
+    A module's own parameters, children left out, as DeepSpeed's live estimator
+    takes them; for most models that is the embedding.
+    """
+    linears = (part for block in spec.blocks for part in block.linears)
+    largest_linear = max(
+        part.num_params // (part.copies if part.is_module else 1) for part in linears
+    )
+    return max(spec.embedding_params, spec.lm_head_params, largest_linear)
+
+
+def estimate_zero_table(
+    *, total_params: int, largest_layer_params: int, gpus_per_node: int, num_nodes: int
+) -> list[ZeroRow]:
+    """Model states of 16-bit training with Adam under ZeRO-3, per GPU and per node.
+
+    18 bytes a parameter: 2 weights, 4 fp32 weights, 8 moments, 4 gradients in
+    fp32. Leaves out activations, logits, buckets and the CUDA context; for
+    those see `memory.py`. Without `zero_init`, every rank first builds the
+    whole fp32 model in host memory.
+    Source: deepspeed.runtime.zero.stage3, estimate_zero3_model_states_mem_needs.
+    """
+    num_gpus = gpus_per_node * num_nodes
+    gathered = 4 * largest_layer_params
+    whole_models = 4 * gpus_per_node
+
+    def host(bytes_per_param: float, *, zero_init: int) -> int:
+        share = bytes_per_param / num_nodes
+        per_param = share if zero_init else max(whole_models, share)
+        return int(total_params * per_param * BUFFER_FACTOR)
+
+    rows = []
+    for param, optimizer, gpu_bytes_per_param, host_bytes_per_param in (
+        ("cpu", "cpu", 0, 18),
+        ("none", "cpu", 2, 16),
+        ("none", "none", 18, 0),
+    ):
+        for zero_init in (1, 0):
+            host_bytes = host(host_bytes_per_param, zero_init=zero_init)
+            if not host_bytes:
+                host_bytes = int(largest_layer_params * whole_models * BUFFER_FACTOR)
+            rows.append(
+                ZeroRow(
+                    offload_param=param,
+                    offload_optimizer=optimizer,
+                    zero_init=zero_init,
+                    gpu_bytes=gathered + int(gpu_bytes_per_param * total_params / num_gpus),
+                    host_bytes=host_bytes,
+                )
+            )
+    return rows

@@ -4,14 +4,13 @@ transfers over sustained rates.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from math import ceil, log
 from typing import NamedTuple
 
-from tightfit.core.data_profile import DataProfile
 from tightfit.core.dtypes import Dtype
-from tightfit.core.strategy import Attention, Loss, Method, Sharding, Strategy
+from tightfit.core.profiles import DataProfile
+from tightfit.core.settings import Loss, Method, Sharding
+from tightfit.core.strategy import Strategy
 from tightfit.estimation import communication as comms
 from tightfit.estimation import traffic
 from tightfit.estimation.activations import find_unfused_attention, has_padding_mask
@@ -25,17 +24,20 @@ from tightfit.estimation.flops import (
     sum_adapters,
     sum_workload,
 )
-from tightfit.estimation.fused_projections import find_fused_projections, has_augmented_weight
 from tightfit.estimation.result import StepTime
-from tightfit.estimation.weights import as_loaded, is_lora_target
+from tightfit.estimation.weights import (
+    as_loaded,
+    find_fused_projections,
+    has_augmented_weight,
+    is_lora_target,
+)
 from tightfit.hardware import rates as eff
 from tightfit.hardware.rates import MatmulTable, find_fp8_matmul_table, find_matmul_table
 from tightfit.hardware.types import Node
 from tightfit.models.spec import Block, Linear, ModelSpec
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowLengths:
+class RowLengths(NamedTuple):
     """Mean lengths, in tokens."""
 
     row: float
@@ -55,18 +57,14 @@ def find_row_lengths(
         return RowLengths(row=full, context=full, sequence=full)
     mean = max(profile.mean_tokens, 1.0)
     if strategy.packing:
-        context = min(full, _mean_context(profile))
+        # The document of a packed token is longer than the mean document.
+        tokens = sum(length * rows for length, rows in profile.histogram)
+        squares = sum(length * length * rows for length, rows in profile.histogram)
+        context = min(full, max(1.0, squares / tokens if tokens else profile.mean_tokens))
         return RowLengths(row=full, context=context, sequence=min(full, mean))
     waste = padding_waste(profile, strategy.micro_batch)
     row = min(full, mean / (1.0 - waste))
     return RowLengths(row=row, context=row, sequence=row)
-
-
-def _mean_context(profile: DataProfile) -> float:
-    """Mean length of a packed token's document, which is longer than the mean document."""
-    tokens = sum(length * rows for length, rows in profile.histogram)
-    squares = sum(length * length * rows for length, rows in profile.histogram)
-    return max(1.0, squares / tokens if tokens else profile.mean_tokens)
 
 
 def padding_waste(profile: DataProfile, micro_batch: int) -> float:
@@ -100,7 +98,7 @@ def count_forward_kernels(
     fused = strategy.fused_kernels or strategy.compile
     norm = 1 if fused or not is_rms_norm else 6
     rotary = 1 if fused else 10
-    attention = 8 if strategy.attention is Attention.EAGER else 2
+    attention = strategy.attention.record.num_kernels
     around = 2 if strategy.compile else 4
     is_plain = strategy.weights is strategy.compute and not strategy.stores_fp8
     linear = 1 if is_plain else 3  # dequantized, or its input cast by a triton kernel
@@ -148,8 +146,7 @@ def host_launch_seconds(
     return forward, max(0.0, backward + times * measured.host_adapter_backward_seconds)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MicroBatch:
+class MicroBatch(NamedTuple):
     """One micro-batch as the formulas see it."""
 
     spec: ModelSpec
@@ -189,8 +186,7 @@ class MicroBatch:
 # Matrix products, by measured shapes or by sums of FLOPs and bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MatmulSeconds:
+class MatmulSeconds(NamedTuple):
     """Forward products; gradients of inputs (always) and of weights (where trained)."""
 
     blocks: float
@@ -212,7 +208,25 @@ def estimate_matmul_seconds(batch: MicroBatch) -> MatmulSeconds:
     table = find_matmul_table(batch.rates.measured, batch.strategy.compute)
     if table is not None:
         return _by_shape(batch, table)
-    blocks, head = _blocks_by_sums(batch), _head_by_sums(batch)
+    work, tokens = batch.work, batch.tokens
+
+    def by_sums(num_weights: float, *, read: float, values: float) -> float:
+        """`read` weights and `values` (inputs and outputs) each pass through memory once."""
+        num_bytes = batch.strategy.compute.value_bytes * (read + values)
+        return eff.matmul_seconds(
+            batch.rates, flops=2.0 * tokens * num_weights, num_bytes=num_bytes
+        )
+
+    blocks = by_sums(
+        work.weights_used,
+        read=min(work.weights_held, work.weights_used * tokens),
+        values=tokens * (work.inputs_used + work.outputs_used),
+    )
+    head = by_sums(
+        work.head_weights,
+        read=batch.head_chunks * work.head_weights,
+        values=tokens * (work.hidden_size + work.vocab_size),
+    )
     adapters = _adapters_by_sums(batch)
     return MatmulSeconds(
         blocks=_in_fp8(batch, blocks) if batch.strategy.fp8 else blocks,
@@ -223,16 +237,6 @@ def estimate_matmul_seconds(batch: MicroBatch) -> MatmulSeconds:
         head=head,
         head_inputs=head,
         head_weights=head,
-    )
-
-
-def _blocks_by_sums(batch: MicroBatch) -> float:
-    work, tokens = batch.work, batch.tokens
-    return _by_sums(
-        batch,
-        flops=2.0 * tokens * work.weights_used,
-        weights=min(work.weights_held, work.weights_used * tokens),
-        values=tokens * (work.inputs_used + work.outputs_used),
     )
 
 
@@ -247,22 +251,6 @@ def _in_fp8(batch: MicroBatch, seconds: float) -> float:
     fp8 = 2.0 * tokens * work.weights_used / batch.rates.fp8_flops_per_second
     fp8 += num_bytes / batch.rates.stream_bytes_per_second
     return share * fp8 + (1 - share) * seconds
-
-
-def _head_by_sums(batch: MicroBatch) -> float:
-    work, tokens = batch.work, batch.tokens
-    return _by_sums(
-        batch,
-        flops=2.0 * tokens * work.head_weights,
-        weights=batch.head_chunks * work.head_weights,
-        values=tokens * (work.hidden_size + work.vocab_size),
-    )
-
-
-def _by_sums(batch: MicroBatch, *, flops: float, weights: float, values: float) -> float:
-    """`weights` and `values` (inputs and outputs) each pass through memory once."""
-    num_bytes = batch.strategy.compute.value_bytes * (weights + values)
-    return eff.matmul_seconds(batch.rates, flops=flops, num_bytes=num_bytes)
 
 
 def _adapters_by_sums(batch: MicroBatch) -> float:
@@ -352,8 +340,7 @@ def _multiply_thin(batch: MicroBatch, block: Block, table: MatmulTable) -> tuple
 # Forward and backward passes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PassSeconds:
+class PassSeconds(NamedTuple):
     """Device seconds of one pass over one micro-batch, by cause."""
 
     matmul: float = 0.0
@@ -366,50 +353,49 @@ class PassSeconds:
         return self.matmul + self.attention + self.memory_bound + self.dequantize
 
 
-class MicroBatchSeconds(NamedTuple):
-    """Forward pass of blocks and head, and the backward pass of both."""
-
-    blocks: PassSeconds
-    head: PassSeconds
-    backward: PassSeconds
-
-
-def time_passes(job: MicroBatch) -> MicroBatchSeconds:
-    """Passes over one micro-batch, without recomputation."""
-    products = estimate_matmul_seconds(job)
-    blocks, head = _blocks_forward(job, products), _head_forward(job, products)
-    backward = _backward(job, products) if job.strategy.is_trained else PassSeconds()
-    times = 1.0 + job.recomputed_fraction
-    return MicroBatchSeconds(*_slow_down(job, ((blocks, times), (head, 1.0), (backward, 1.0))))
-
-
-def _slow_down(job: MicroBatch, passes: Sequence[tuple[PassSeconds, float]]) -> list[PassSeconds]:
-    """Slow products down to the clock that the power limit allows; passes come with their number.
-
-    Unfused attention is memory-bound and keeps its time.
-    Leaves out the update, which also lets the clock recover.
-    """
-    is_fused = find_unfused_attention(job.spec, job.strategy, is_cpu=job.is_cpu) is None
-    products = sum(n * (one.matmul + one.attention * is_fused) for one, n in passes)
-    share = products / max(sum(n * one.total for one, n in passes), 1e-12)
+def time_passes(job: MicroBatch) -> list[PassSeconds]:
+    """Forward passes of blocks and head, and the backward pass of both, without recomputation."""
+    products, strategy = estimate_matmul_seconds(job), job.strategy
+    blocks = _time_blocks(job, products.blocks + products.adapters, backward=False)
+    # The loss's backward traffic is counted here too.
+    loss_bytes = job.tokens * traffic.loss_bytes_per_token(job.work, strategy)
+    head = PassSeconds(
+        matmul=products.head, memory_bound=loss_bytes / job.rates.loss_bytes_per_second
+    )
+    backward = PassSeconds()
+    if strategy.is_trained:
+        # Gradients of inputs always; of weights where they are trained.
+        is_full = strategy.method is Method.FULL
+        matmul = products.blocks_inputs + products.head_inputs + products.adapters_backward
+        if is_full:
+            matmul += products.blocks_weights
+        if is_full or strategy.train_embeddings:
+            matmul += products.head_weights
+        backward = _time_blocks(job, matmul, backward=True)
+    # Products slow down to the clock that the power limit allows; unfused attention is
+    # memory-bound and keeps its time. Leaves out the update, which also lets the clock recover.
+    passes = ((blocks, 1.0 + job.recomputed_fraction), (head, 1.0), (backward, 1.0))
+    is_fused = find_unfused_attention(job.spec, strategy, is_cpu=job.is_cpu) is None
+    in_products = sum(n * (one.matmul + one.attention * is_fused) for one, n in passes)
+    share = in_products / max(sum(n * one.total for one, n in passes), 1e-12)
     times = eff.product_slowdown(job.rates.measured, share=share)
     return [
-        replace(
-            one, matmul=times * one.matmul, attention=(times if is_fused else 1.0) * one.attention
+        one._replace(
+            matmul=times * one.matmul, attention=(times if is_fused else 1.0) * one.attention
         )
         for one, _ in passes
     ]
 
 
-def _blocks_forward(job: MicroBatch, products: MatmulSeconds) -> PassSeconds:
-    attention, scores = _attention(job, backward=False)
+def _time_blocks(job: MicroBatch, matmul: float, *, backward: bool) -> PassSeconds:
+    attention, scores = _attention(job, backward=backward)
     return PassSeconds(
-        matmul=products.blocks + products.adapters,
+        matmul=matmul,
         attention=attention,
-        memory_bound=(scores + _moved_bytes(job, backward=False))
+        memory_bound=(scores + _moved_bytes(job, backward=backward))
         / job.rates.elementwise_bytes_per_second,
         dequantize=traffic.dequantize_seconds(
-            job.work, job.rates, job.strategy.weights, tokens=job.tokens, backward=False
+            job.work, job.rates, job.strategy.weights, tokens=job.tokens, backward=backward
         ),
     )
 
@@ -419,8 +405,13 @@ def _moved_bytes(job: MicroBatch, *, backward: bool) -> float:
     strategy = job.strategy
     between = traffic.elementwise_bytes_per_token(job.work, strategy, spec=job.spec)
     adapters = traffic.adapter_bytes_per_token(job.adapters, strategy, backward=backward)
+    casts = 0.0
+    if strategy.weights is Dtype.FP32 and strategy.compute is not Dtype.FP32:
+        # Autocast makes a 16-bit copy of fp32 weights in each pass; sharding casts only the shard.
+        shards = strategy.num_shards if strategy.sharding.shards_weights else 1
+        casts = 6.0 * job.work.weights_held / shards
     times = traffic.ELEMENTWISE_BACKWARD if backward else 1.0
-    moved = times * (job.tokens * between + _weight_cast_bytes(job)) + job.tokens * adapters
+    moved = times * (job.tokens * between + casts) + job.tokens * adapters
     moved += traffic.fp8_bytes(
         job.work, strategy, spec=job.spec, tokens=job.tokens, backward=backward
     )
@@ -431,18 +422,6 @@ def _moved_bytes(job: MicroBatch, *, backward: bool) -> float:
     return moved
 
 
-def _weight_cast_bytes(job: MicroBatch) -> float:
-    """Autocast makes a 16-bit copy of fp32 weights in each pass; sharding casts only the shard."""
-    strategy = job.strategy
-    if strategy.weights is not Dtype.FP32 or strategy.compute is Dtype.FP32:
-        return 0.0
-    return (
-        6.0
-        * job.work.weights_held
-        / (strategy.num_shards if strategy.sharding.shards_weights else 1)
-    )
-
-
 def _attention(job: MicroBatch, *, backward: bool) -> tuple[float, float]:
     """Seconds inside attention kernels, and bytes of scores that eager attention moves."""
     measured = _measured_scores(job, backward=backward)
@@ -450,7 +429,7 @@ def _attention(job: MicroBatch, *, backward: bool) -> tuple[float, float]:
         return measured, 0.0
     pairs, masked_pairs = _count_pairs(job)
     flops_per_pair = 4.0 * job.spec.num_heads * job.spec.head_dim
-    if job.strategy.attention is Attention.EAGER:
+    if job.strategy.attention.record.stores_scores:
         times = 2.0 if backward else 1.0
         pairs = times * (pairs + masked_pairs)
         scores = traffic.EAGER_PAIR_BYTES * pairs * job.spec.num_heads
@@ -500,37 +479,6 @@ def _measured_scores(job: MicroBatch, *, backward: bool) -> float | None:
     return measured[kernel][backward] * max(1.0, wider) * scores
 
 
-def _head_forward(job: MicroBatch, products: MatmulSeconds) -> PassSeconds:
-    """The head and the loss; the loss's backward traffic is counted here too."""
-    return PassSeconds(
-        matmul=products.head,
-        memory_bound=job.tokens
-        * traffic.loss_bytes_per_token(job.work, job.strategy)
-        / job.rates.loss_bytes_per_second,
-    )
-
-
-def _backward(job: MicroBatch, products: MatmulSeconds) -> PassSeconds:
-    """Gradients of inputs always; of weights where they are trained."""
-    strategy = job.strategy
-    is_full = strategy.method is Method.FULL
-    matmul = products.blocks_inputs + products.head_inputs + products.adapters_backward
-    if is_full:
-        matmul += products.blocks_weights
-    if is_full or strategy.train_embeddings:
-        matmul += products.head_weights
-    attention, scores = _attention(job, backward=True)
-    return PassSeconds(
-        matmul=matmul,
-        attention=attention,
-        memory_bound=(scores + _moved_bytes(job, backward=True))
-        / job.rates.elementwise_bytes_per_second,
-        dequantize=traffic.dequantize_seconds(
-            job.work, job.rates, strategy.weights, tokens=job.tokens, backward=True
-        ),
-    )
-
-
 # The optimizer step
 
 LOW_FACTOR = 0.85
@@ -558,22 +506,42 @@ def estimate_step_time(
     """
     strategy = as_loaded(spec, strategy)
     job = _describe_micro_batch(spec, strategy, node, profile)
-    parts = _compute_parts(job)
+    passes = time_passes(job)
+    blocks, head, backward = passes
+    repeated = job.recomputed_fraction * blocks.total
+    # Of one micro-batch: transfers overlap with them.
+    forward_seconds, backward_seconds = blocks.total + head.total, backward.total + repeated
+    launch = _launch_seconds(job, forward=forward_seconds, backward=backward_seconds)
+    times = strategy.grad_accum
+    parts = {
+        "matmul": times * sum(p.matmul for p in passes),
+        "attention": times * sum(p.attention for p in passes),
+        "memory_bound": times * sum(p.memory_bound for p in passes),
+        "recompute": times * repeated,
+        "dequantize": times * sum(p.dequantize for p in passes),
+        "launch": times * launch,
+        "hooks": times * _hook_seconds(job),
+        "optimizer": _optimizer_seconds(job, num_trainable),
+    }
     links = comms.find_links(node, network_bytes_per_second=network_bytes_per_second)
     payload = _payload(job, num_trainable)
-    parts["optimizer"] = _optimizer_seconds(job, num_trainable)
-    forward = parts.pop("forward")
-    backward = parts.pop("backward")
     for name, transfers in (
         ("communication", comms.estimate_transfers(strategy, links, payload)),
         ("offload", comms.estimate_offload(strategy, links, payload)),
     ):
-        parts[name] = _exposed(transfers, strategy, forward=forward, backward=backward)
+        ahead = comms.exposed_seconds(transfers.forward, compute=forward_seconds)
+        behind = comms.exposed_seconds(transfers.backward, compute=backward_seconds)
+        last = comms.exposed_seconds(transfers.last_backward, compute=backward_seconds)
+        parts[name] = times * (ahead + behind) + last + transfers.update
     seconds = sum(parts.values())
     flops = estimate_step_flops(spec, strategy, seq_len=job.lengths.row).model
     peak = node.gpu.flops(strategy.compute) * strategy.world_size
-    rows, steps = _rows_and_steps(strategy, profile)
-    real_tokens = strategy.tokens_per_step if profile is None else rows * profile.num_tokens
+    real_tokens, steps = float(strategy.tokens_per_step), None
+    if profile is not None:
+        rows = profile.num_packed_rows if strategy.packing else profile.num_rows
+        per_step = strategy.micro_batch * strategy.grad_accum * strategy.world_size
+        real_tokens = min(1.0, per_step / rows) * profile.num_tokens
+        steps = max(1, ceil(rows / per_step))
     return StepTime(
         seconds_per_step=seconds,
         seconds_per_step_low=LOW_FACTOR * seconds,
@@ -585,15 +553,6 @@ def estimate_step_time(
         seconds_per_epoch=None if steps is None else steps * seconds,
         steps_per_epoch=steps,
     )
-
-
-def _rows_and_steps(strategy: Strategy, profile: DataProfile | None) -> tuple[float, int | None]:
-    """Share of the data that one step reads, and steps per epoch."""
-    if profile is None:
-        return 0.0, None
-    rows = profile.num_packed_rows if strategy.packing else profile.num_rows
-    per_step = strategy.micro_batch * strategy.grad_accum * strategy.world_size
-    return min(1.0, per_step / rows), max(1, ceil(rows / per_step))
 
 
 def _describe_micro_batch(
@@ -619,28 +578,6 @@ def _describe_micro_batch(
         lengths=lengths,
         is_cpu=node.gpu.is_cpu,
     )
-
-
-def _compute_parts(job: MicroBatch) -> dict[str, float]:
-    """Seconds of all micro-batches by cause, and of one forward and backward pass for overlap."""
-    strategy = job.strategy
-    passes = time_passes(job)
-    blocks, head, backward = passes
-    repeated = job.recomputed_fraction * blocks.total
-    forward_seconds, backward_seconds = blocks.total + head.total, backward.total + repeated
-    launch = _launch_seconds(job, forward=forward_seconds, backward=backward_seconds)
-    times = strategy.grad_accum
-    return {
-        "matmul": times * sum(p.matmul for p in passes),
-        "attention": times * sum(p.attention for p in passes),
-        "memory_bound": times * sum(p.memory_bound for p in passes),
-        "recompute": times * repeated,
-        "dequantize": times * sum(p.dequantize for p in passes),
-        "launch": times * launch,
-        "hooks": times * _hook_seconds(job),
-        "forward": forward_seconds,
-        "backward": backward_seconds,
-    }
 
 
 def _launch_seconds(job: MicroBatch, *, forward: float, backward: float) -> float:
@@ -707,13 +644,3 @@ def _payload(job: MicroBatch, num_trainable: int) -> comms.Payload:
         num_trainable=num_trainable,
         num_units=job.work.num_layers + 1,
     )
-
-
-def _exposed(
-    transfers: comms.Transfers, strategy: Strategy, *, forward: float, backward: float
-) -> float:
-    """Seconds of a step spent waiting for transfers."""
-    ahead = comms.exposed_seconds(transfers.forward, compute=forward)
-    behind = comms.exposed_seconds(transfers.backward, compute=backward)
-    last = comms.exposed_seconds(transfers.last_backward, compute=backward)
-    return strategy.grad_accum * (ahead + behind) + last + transfers.update

@@ -6,10 +6,11 @@ Every constant is a physical quantity with its source; `docs/formulas.md` lists 
 from __future__ import annotations
 
 from tightfit.core.dtypes import Dtype
-from tightfit.core.strategy import Loss, Method, Optimizer, Strategy
+from tightfit.core.optimizers import Optimizer
+from tightfit.core.settings import Loss, Method
+from tightfit.core.strategy import Strategy
 from tightfit.estimation.flops import AdapterSums, Workload
-from tightfit.estimation.fused_projections import can_fuse_trained_projections
-from tightfit.estimation.weights import is_dora, is_lora_target
+from tightfit.estimation.weights import can_fuse_trained_projections, is_dora, is_lora_target
 from tightfit.hardware.rates import (
     DEQUANTIZE_BYTES,
     DeviceRates,

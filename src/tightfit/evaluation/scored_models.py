@@ -1,45 +1,84 @@
-"""The models that an evaluation scores: what to load, and one interface to torch and engines."""
+"""What an evaluation scores: the questions of a data file, and the columns of models with their
+greedy answers and their loss by row.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import gc
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from tightfit.core.dtypes import Dtype
+from tightfit.core.errors import UserError
 from tightfit.core.progress import CountProgress
 from tightfit.core.sampling import Sampling
-from tightfit.core.training import TrainOn
-from tightfit.data.formats import Message
-from tightfit.data.prompter import Prompter
-from tightfit.data.token_store import TokenStore
-from tightfit.engines.open import EngineRequest, open_engine
+from tightfit.core.settings import TrainOn
+from tightfit.core.strategy import DataSource
+from tightfit.data.formats import ASSISTANT, Message
+from tightfit.data.sources import open_source, read_source
+from tightfit.data.templates import Prompter
+from tightfit.data.token_store import EncodedRow, TokenStore
 from tightfit.engines.protocol import Engine, Failed, Request, answer_all
-from tightfit.evaluation.model_outputs import (
-    GenerateRequest,
-    RowLosses,
-    generate_answers,
-    measure_loss,
-    measure_loss_by_logits,
-)
 from tightfit.evaluation.scores import BASE, MODEL, TUNED
-from tightfit.runs.run_folder import RunFolder
-from tightfit.runtime.adapters import load_adapter
-from tightfit.runtime.artefacts import Artefact, ArtefactKind, find_artefact
-from tightfit.runtime.devices import local_device
-from tightfit.runtime.load import LoadRequest, load_base
-from tightfit.runtime.load_for_inference import choose_dtype
-from tightfit.runtime.model_files import locate_model
+from tightfit.models.resolve import resolve_model
+from tightfit.runtime.attention import needs_padding_mask
+from tightfit.runtime.model_files import Artefact, ArtefactKind, find_artefact, locate_model
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
+
+    from tightfit.engines.transformers.engine import TransformersEngine
 
 
 DEFAULT_SEQ_LEN = 2048
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """One row: the messages before its last answer, and that answer as gold."""
+
+    place: str
+    values: Mapping[str, Any]
+    """The whole row, which may name a database."""
+    messages: tuple[Message, ...]
+    """Everything before the answer."""
+    num_prompt_tokens: int
+    """Of the messages in the training template."""
+    gold: str
+    num_gold_tokens: int
+
+    @property
+    def prompt(self) -> str:
+        """The messages as plain text."""
+        return "\n\n".join(message.content for message in self.messages)
+
+
+def read_questions(source: DataSource, prompter: Prompter) -> tuple[str, list[Question]]:
+    """The format of the rows, and a question for each row that has an answer."""
+    questions: list[Question] = []
+    formats: dict[str, None] = {}
+    for row, row_format in read_source(open_source(source)):
+        formats[row_format.name] = None
+        messages = row_format.to_messages(row)
+        asked = [at for at, message in enumerate(messages) if message.role == ASSISTANT]
+        if row_format.name == "text" or not asked or not asked[-1]:
+            continue
+        before, gold = messages[: asked[-1]], messages[asked[-1]].content
+        questions.append(
+            Question(
+                place=row.place,
+                values=row.values,
+                messages=tuple(before),
+                num_prompt_tokens=len(prompter.ask(before, place=row.place)),
+                gold=gold,
+                num_gold_tokens=prompter.count_tokens(gold),
+            )
+        )
+    return "+".join(formats), questions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,249 +86,201 @@ class EvalTarget:
     """An artefact, and how its data is encoded."""
 
     artefact: Artefact
-    base: Path | None = None
+    """With the tokenizer and template of the training, where it was tuned here."""
+    base: Path | None
     """The model it was tuned from; None where nothing was tuned."""
-    tokenizer: Path
-    template: str | None = None
     train_on: TrainOn = TrainOn.ANSWERS
-    seq_len: int = DEFAULT_SEQ_LEN
-    max_positions: int | None = None
+    seq_len: int
+    max_positions: int | None
     """Longest sequence the model can read; None where its positions are relative or unknown."""
 
-    @property
-    def name(self) -> str:
-        return self.artefact.name
+    def list_columns(self, beside: Sequence[str], *, with_base: bool) -> dict[str, Artefact]:
+        """The artefacts to score, by the name of their column."""
+        columns = {MODEL if self.base is None else TUNED: self.artefact}
+        if self.base is not None and with_base:
+            plain = replace(
+                self.artefact,
+                kind=ArtefactKind.MODEL,
+                name=str(self.base),
+                path=self.base,
+                base=None,
+            )
+            columns = {BASE: plain, **columns}
+        others = [find_artefact(name) for name in beside]
+        short = [artefact.path.name.removesuffix(".gguf") for artefact in others]
+        for name, artefact in zip(short, others, strict=True):
+            is_clear = short.count(name) == 1 and name not in (BASE, TUNED, MODEL)
+            columns[name if is_clear else artefact.name] = artefact
+        return columns
 
-    @property
-    def run(self) -> RunFolder | None:
-        return self.artefact.run
 
-
-def find_eval_target(name: str) -> EvalTarget:
+def find_eval_target(name: str, *, template: str | None = None) -> EvalTarget:
     """The run folder, adapter folder or model that `name` means."""
     artefact = find_artefact(name)
-    target = EvalTarget(
-        artefact=artefact,
-        base=artefact.base,
-        tokenizer=artefact.tokenizer,
-        template=artefact.template,
-    )
+    base, train_on, seq_len = artefact.base, TrainOn.ANSWERS, DEFAULT_SEQ_LEN
     if artefact.run is not None:
-        target = _as_trained(target, artefact.run)
-    most = _read_max_positions(artefact.base or artefact.path)
-    seq_len = target.seq_len if most is None else min(target.seq_len, most)
-    return replace(target, max_positions=most, seq_len=seq_len)
-
-
-def _as_trained(target: EvalTarget, run: RunFolder) -> EvalTarget:
-    """With the run's own base model, template and reading of the data."""
-    plan = run.read_plan()
-    assert plan.training is not None  # find_artefact has checked it
-    base = target.base or locate_model(plan.training.model_path)
-    # The plan's length is that of its longest training row; rows to score may be longer.
-    longest = max(plan.strategy.seq_len, plan.data.seq_len if plan.data else 0)
-    return replace(
-        target,
+        # The run's own base model, template and reading of the data.
+        plan = artefact.run.read_plan()
+        assert plan.training is not None  # find_artefact has checked it
+        base = base or locate_model(plan.training.model_path)
+        artefact = replace(artefact, tokenizer=base, template=plan.training.template)
+        train_on = plan.training.train_on
+        # The plan's length is that of its longest training row; rows to score may be longer.
+        seq_len = max(plan.strategy.seq_len, plan.data.seq_len if plan.data else 0, seq_len)
+    if template is not None:
+        artefact = replace(artefact, template=template)
+    most = None
+    with contextlib.suppress(UserError):  # a family without formulas may still be loaded
+        spec = resolve_model(str(artefact.base or artefact.path))
+        most = None if spec.is_encoder_decoder else spec.max_positions
+    return EvalTarget(
+        artefact=artefact,
         base=base,
-        tokenizer=base,
-        template=plan.training.template,
-        train_on=plan.training.train_on,
-        seq_len=max(longest, DEFAULT_SEQ_LEN),
+        train_on=train_on,
+        seq_len=seq_len if most is None else min(seq_len, most),
+        max_positions=most,
     )
 
 
-def needs_engine(artefact: Artefact) -> bool:
-    """Whether only an engine can run it; the others are scored as plain torch modules."""
-    return artefact.kind not in (ArtefactKind.MODEL, ArtefactKind.ADAPTER)
-
-
-def _read_max_positions(folder: Path) -> int | None:
-    try:
-        config = json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError):
-        return None  # loading the model reports the problem
-    if config.get("model_type") == "t5":  # its `n_positions` is no limit
-        return None
-    stated = config.get("max_position_embeddings", config.get("n_positions"))
-    return stated if isinstance(stated, int) and stated > 0 else None
-
-
-# The models, loaded one after another.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EvalPrompt:
-    """One question, as messages and as tokens of the training template."""
-
-    messages: Sequence[Message]
-    tokens: Sequence[int]
-
-
-class ScoredModel(Protocol):
-    """One model in memory."""
-
-    def measure_loss(self, store: TokenStore, watch: CountProgress | None) -> RowLosses | None:
-        """Losses by row; None where the engine cannot compute them for this kind of model."""
-        ...
-
-    def answer(
-        self, asked: Sequence[EvalPrompt], request: GenerateRequest, watch: CountProgress | None
-    ) -> list[str]: ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoredTorchModel:
-    """A torch module, run as in training."""
-
-    model: Any
-    prompter: Prompter
-
-    def measure_loss(self, store: TokenStore, watch: CountProgress | None) -> RowLosses | None:
-        return measure_loss(self.model, store, watch)
-
-    def answer(
-        self, asked: Sequence[EvalPrompt], request: GenerateRequest, watch: CountProgress | None
-    ) -> list[str]:
-        tokens = generate_answers(self.model, [item.tokens for item in asked], request, watch)
-        return [self.prompter.decode(answer).strip() for answer in tokens]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoredEngine:
-    """An artefact run by an engine, with its own tokenizer, template and stop tokens."""
-
-    engine: Engine
-
-    def measure_loss(self, store: TokenStore, watch: CountProgress | None) -> RowLosses | None:
-        if store.description.is_encoder_decoder:
-            return None
-        return measure_loss_by_logits(self.engine.logits, store, watch)
-
-    def answer(
-        self, asked: Sequence[EvalPrompt], request: GenerateRequest, watch: CountProgress | None
-    ) -> list[str]:
-        engine = self.engine
-        room = max(engine.info.max_context - request.max_new_tokens, 1)
-        sampling = Sampling(max_new_tokens=request.max_new_tokens)
-        requests = (
-            Request(prompt=engine.prompter.ask(item.messages)[-room:], sampling=sampling)
-            for item in asked
-        )
-        texts = [""] * len(asked)
-        for count, (place, done) in enumerate(answer_all(engine, requests), start=1):
-            if isinstance(done, Failed):
-                raise done.error
-            texts[place] = done.text.strip()
-            if watch is not None:
-                watch(count, len(asked))
-        return texts
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoredModels:
-    """The target's columns, and one for each artefact of `--beside`."""
-
-    target: EvalTarget
-    with_base: bool
-    beside: tuple[Artefact, ...]
-    device: torch.device
-    request: LoadRequest
-    prompter: Prompter
-    batch: int
-
-    @property
-    def device_name(self) -> str:
-        return str(self.device)
-
-    @property
-    def dtype_name(self) -> str:
-        return self.request.weights.value
-
-    def __iter__(self) -> Iterator[tuple[str, ScoredModel]]:
-        """Column name and model. A model is valid until the next iteration."""
-        if needs_engine(self.target.artefact):
-            with self._opened(self.target.artefact) as contestant:
-                yield MODEL, contestant
-        else:
-            for column, model in self._modules():
-                yield column, ScoredTorchModel(model=model, prompter=self.prompter)
-            gc.collect()
-        for column, artefact in zip(name_columns(self.beside), self.beside, strict=True):
-            with self._opened(artefact) as contestant:
-                yield column, contestant
-
-    def _modules(self) -> Iterator[tuple[str, Any]]:
-        artefact, base = self.target.artefact, self.target.base
-        if artefact.kind is ArtefactKind.ADAPTER and base is not None:
-            adapted = load_adapter(self._load(base), artefact.path)
-            if self.with_base:
-                with adapted.disable_adapter():
-                    yield BASE, adapted
-            yield TUNED, adapted
-            return
-        if base is not None and self.with_base:
-            yield BASE, self._load(base)
-            gc.collect()  # free the first before the second is loaded
-        yield MODEL if base is None else TUNED, self._load(artefact.path)
-
-    def _load(self, folder: Path) -> Any:
-        model: Any = load_base(folder, self.request, self.device)
-        return model.eval()
-
-    @contextlib.contextmanager
-    def _opened(self, artefact: Artefact) -> Iterator[ScoredEngine]:
-        engine = open_engine(EngineRequest(artefact=artefact, slots=self.batch))
-        try:
-            yield ScoredEngine(engine=engine)
-        finally:
-            engine.close()
-            gc.collect()
-
-
-def name_columns(beside: Sequence[Artefact]) -> list[str]:
-    """The file's or folder's own name, longer where two would be the same."""
-    short = [artefact.path.name.removesuffix(".gguf") for artefact in beside]
-    taken = [BASE, TUNED, MODEL]
-    return [
-        name if short.count(name) == 1 and name not in taken else artefact.name
-        for name, artefact in zip(short, beside, strict=True)
-    ]
-
-
-def open_scored_models(
-    target: EvalTarget,
-    prompter: Prompter,
+def generate_answers(
+    engine: Engine,
+    questions: Sequence[Question],
     *,
-    with_base: bool,
-    beside: Sequence[Artefact],
-    batch: int,
-) -> ScoredModels:
-    """The models of a target, to be loaded on this machine's first device."""
-    device = local_device(0)
-    return ScoredModels(
-        target=target,
-        with_base=with_base,
-        beside=tuple(beside),
-        device=device,
-        request=choose_load(target.artefact, device),
-        prompter=prompter,
-        batch=batch,
+    max_new_tokens: int,
+    progress: CountProgress | None = None,
+) -> list[str]:
+    """Greedy answers by the engine's own template; of a prompt too long the end is kept."""
+    room = max(engine.info.max_context - max_new_tokens, 1)
+    sampling = Sampling(max_new_tokens=max_new_tokens)
+    requests = (
+        Request(prompt=engine.prompter.ask(item.messages)[-room:], sampling=sampling)
+        for item in questions
     )
+    texts = [""] * len(questions)
+    for count, (number, done) in enumerate(answer_all(engine, requests), start=1):
+        if isinstance(done, Failed):
+            raise done.error
+        texts[number] = done.text.strip()
+        if progress is not None:
+            progress(count, len(questions))
+    return texts
 
 
-def choose_load(artefact: Artefact, device: torch.device) -> LoadRequest:
-    """As in the run; on a CPU unquantized weights are fp32, which is fast and exact there.
+# Loss by row, from which means and intervals are computed.
 
-    Attention is torch's own: the attention of packed training keeps no key-value cache.
-    """
-    strategy = artefact.strategy
-    is_cpu = device.type == "cpu"
-    weights = strategy.weights if strategy else choose_dtype(device)
-    if is_cpu and not weights.is_quantized:
-        weights = Dtype.FP32
-    compute = strategy.compute if strategy and weights.is_quantized else weights
-    return LoadRequest(
-        weights=weights,
-        compute=compute,
-        double_quant=strategy.double_quant if strategy else True,
-    )
+MAX_LOGITS = 1 << 28
+"""Values of one batch's logits: 1 GiB in fp32. Limits the tokens per batch."""
+IGNORED = -100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowLosses:
+    """Negative log-likelihood of each row's trained tokens, in nats."""
+
+    sums: NDArray[np.float64]
+    num_tokens: NDArray[np.int64]
+
+    @property
+    def mean(self) -> float:
+        """Over tokens, not over rows."""
+        return float(self.sums.sum() / self.num_tokens.sum())
+
+
+def measure_loss(
+    engine: Engine, store: TokenStore, progress: CountProgress | None = None
+) -> RowLosses | None:
+    """One pass over all rows. None: llama.cpp has no logits of an encoder-decoder's pairs."""
+    import numpy as np
+
+    from tightfit.engines.transformers.engine import TransformersEngine
+
+    if isinstance(engine, TransformersEngine):
+        batches = _torch_losses(engine, store)
+    elif store.description.is_encoder_decoder:
+        return None
+    else:
+        batches = _losses_by_logits(engine, store)
+    sums = np.zeros(len(store))
+    done = 0
+    for places, found in batches:
+        sums[places] = found
+        done += len(places)
+        if progress is not None:
+            progress(done, len(store))
+    return RowLosses(sums=sums, num_tokens=store.num_trained.astype(np.int64))
+
+
+def _losses_by_logits(
+    engine: Engine, store: TokenStore
+) -> Iterator[tuple[list[int], NDArray[np.float64]]]:
+    import numpy as np
+
+    for place in range(len(store)):
+        row = store.row(place)
+        at = np.flatnonzero(row.trained[1:])
+        scores = engine.logits(row.tokens.tolist())[at].astype(np.float64)
+        highest = scores.max(axis=1, initial=-np.inf)
+        total = np.log(np.exp(scores - highest[:, None]).sum(axis=1)) + highest
+        losses = total - scores[np.arange(len(at)), row.tokens[at + 1]]
+        yield [place], np.array([losses.sum()])
+
+
+def _torch_losses(
+    engine: TransformersEngine, store: TokenStore
+) -> Iterator[tuple[list[int], NDArray[np.float64]]]:
+    """Batches, which no engine's logits have, and the pairs of encoder-decoders."""
+    vocab_size = engine.call(lambda model: model.config.get_text_config().vocab_size)
+    for places in list_batches(store.lengths, vocab_size):
+        rows = [store.row(place) for place in places]
+        yield places, engine.call(partial(_sum_losses, rows, store))
+
+
+def list_batches(lengths: NDArray[np.int32], vocab_size: int) -> Iterator[list[int]]:
+    """Rows of like length together, the longest first; each batch's logits within the limit."""
+    import numpy as np
+
+    max_tokens = max(MAX_LOGITS // vocab_size, 1)
+    order = np.argsort(-lengths, kind="stable").tolist()
+    while order:
+        size = max(max_tokens // max(int(lengths[order[0]]), 1), 1)
+        yield order[:size]
+        order = order[size:]
+
+
+def _sum_losses(rows: list[EncodedRow], store: TokenStore, model: Any) -> NDArray[np.float64]:
+    import numpy as np
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    is_pair, device = store.description.is_encoder_decoder, model.device
+    if is_pair:  # the decoder's tokens are the trained ones
+        read = [row.tokens[~row.trained] for row in rows]
+        wanted = [row.tokens[row.trained] for row in rows]
+    else:
+        read = [row.tokens for row in rows]
+        wanted = [np.where(row.trained, row.tokens, IGNORED) for row in rows]
+    labels = _padded(wanted, IGNORED, device)
+    inputs = {"input_ids": _padded(read, store.description.pad_token_id, device)}
+    if needs_padding_mask(model.config):
+        inputs["attention_mask"] = _padded([np.ones_like(row) for row in read], 0, device)
+    if is_pair:
+        inputs["labels"] = labels
+    logits = model(**inputs, use_cache=False).logits
+    if not is_pair:  # a position predicts the next token
+        logits, labels = logits[:, :-1], labels[:, 1:]
+    is_trained = labels != IGNORED
+    losses = cross_entropy(logits[is_trained].float(), labels[is_trained], reduction="none")
+    sums = torch.zeros(len(rows), dtype=torch.float64, device=losses.device)
+    sums.index_add_(0, is_trained.nonzero()[:, 0], losses.double())
+    values: NDArray[np.float64] = sums.cpu().numpy()
+    return values
+
+
+def _padded(rows: list[NDArray[np.int32]], filler: int, device: torch.device) -> torch.Tensor:
+    import numpy as np
+    import torch
+
+    table = np.full((len(rows), max(map(len, rows))), filler, dtype=np.int64)
+    for place, row in enumerate(rows):
+        table[place, : len(row)] = row
+    return torch.from_numpy(table).to(device)

@@ -10,6 +10,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from tightfit.core.errors import SetupError
 from tightfit.core.files import write_atomic
+from tightfit.core.findings import Interval, estimate_share, estimate_share_difference
 from tightfit.core.frozen import Frozen
 
 if TYPE_CHECKING:
@@ -17,43 +18,62 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-# Bootstrap intervals.
+# Intervals of 95%.
 
 NUM_RESAMPLES = 2000
 _SEED = 20_240_501
 _TAILS = (2.5, 97.5)
 
 
-class Interval(Frozen):
-    """A value and where 95% of the resampled values lie."""
-
-    value: float
-    low: float
-    high: float
-
-
 def estimate_interval(
     values: NDArray[np.float64], weights: NDArray[np.float64] | None = None
 ) -> Interval:
-    """The weighted mean of rows with its percentile bootstrap interval (Efron, 1979).
+    """The mean of rows: Wilson's interval where each is 0 or 1, else by resampling rows.
 
-    `values` are sums over a row where `weights` are its counts. The draws depend on the
-    number of rows alone, so the difference of two models resampled so is a paired one.
+    `values` are sums over a row where `weights` are its counts.
     """
     import numpy as np
 
-    counts = np.ones_like(values) if weights is None else weights
+    if weights is None and _is_yes_or_no(values):
+        return estimate_share(int(values.sum()), len(values))
+    return _resample(values, np.ones_like(values) if weights is None else weights)
+
+
+def estimate_difference(
+    tuned: NDArray[np.float64],
+    base: NDArray[np.float64],
+    weights: NDArray[np.float64] | None = None,
+) -> Interval:
+    """Tuned minus base on the same rows, by pairs."""
+    import numpy as np
+
+    if weights is None and _is_yes_or_no(tuned) and _is_yes_or_no(base):
+        num_both = int((tuned * base).sum())
+        num_tuned, num_base = int(tuned.sum()), int(base.sum())
+        return estimate_share_difference(
+            both=num_both,
+            first_only=num_tuned - num_both,
+            second_only=num_base - num_both,
+            neither=len(tuned) - num_tuned - num_base + num_both,
+        )
+    return _resample(tuned - base, np.ones_like(tuned) if weights is None else weights)
+
+
+def _is_yes_or_no(values: NDArray[np.float64]) -> bool:
+    return bool(((values == 0) | (values == 1)).all())
+
+
+def _resample(values: NDArray[np.float64], weights: NDArray[np.float64]) -> Interval:
+    """The weighted mean with its percentile bootstrap interval (Efron, 1979)."""
+    import numpy as np
+
     rng = np.random.default_rng(_SEED)
     means = np.empty(NUM_RESAMPLES)
     for turn in range(NUM_RESAMPLES):
         rows = rng.integers(0, len(values), len(values))
-        means[turn] = values[rows].sum() / max(counts[rows].sum(), 1e-12)
+        means[turn] = values[rows].sum() / max(weights[rows].sum(), 1e-12)
     low, high = np.percentile(means, _TAILS)
-    if weights is None and len(set(values.tolist())) == 1 and values[0] in (0.0, 1.0):
-        # Nothing to resample: 3 / n bounds an event never seen in n trials (doi:10.1001/jama.1983.
-        # 03330370053031).
-        low, high = max(values[0] - 3 / len(values), 0.0), min(values[0] + 3 / len(values), 1.0)
-    return Interval(value=float(values.sum() / counts.sum()), low=float(low), high=float(high))
+    return Interval(value=float(values.sum() / weights.sum()), low=float(low), high=float(high))
 
 
 SCHEMA_VERSION = 1
@@ -73,7 +93,7 @@ class MetricScore(Frozen):
     scores: dict[str, Interval]
     """By column."""
     difference: Interval | None = None
-    """Tuned minus base, resampled in pairs."""
+    """Tuned minus base, by pairs of rows."""
 
 
 class Scores(Frozen):

@@ -1,9 +1,9 @@
 """Execution accuracy of SQL: does the answer's query find what the gold query finds?
 
-Queries run on the named SQLite database, or on synthetic rows made from the CREATE TABLE
-statements in the prompt. The pool of values holds the gold query's literals and their
-neighbours; an answer must agree on several fillings, a small form of test-suite accuracy
-(arXiv:2010.02840).
+Queries are untrusted: they run read-only, with limits on time and memory, on the named SQLite
+database, or on synthetic rows made from the CREATE TABLE statements in the prompt. The pool of
+values holds the gold query's literals and their neighbours; an answer must agree on several
+fillings, a small form of test-suite accuracy (arXiv:2010.02840).
 """
 
 from __future__ import annotations
@@ -12,26 +12,145 @@ import math
 import random
 import re
 import sqlite3
+import sys
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NewType, TypeVar
+from urllib.parse import quote
 
-from tightfit.core.errors import NotFoundError, UsageError
-from tightfit.core.suggest import did_you_mean
-from tightfit.evaluation.sql_sandbox import (
-    QueryError,
-    QueryLimits,
-    QueryRows,
-    Sandbox,
-    Value,
-    lock,
-    open_sandbox,
-    run_query,
+from tightfit.core.errors import InvalidInputError, NotFoundError, UsageError
+from tightfit.core.text import did_you_mean
+
+# Run an untrusted query: read-only, on one database, with limits on time and memory.
+
+Value = str | bytes | int | float | None
+QueryRows = list[tuple[Value, ...]]
+Sandbox = NewType("Sandbox", sqlite3.Connection)
+"""A connection that has been locked; only `run_query` should use it."""
+
+_ALLOWED = {
+    sqlite3.SQLITE_SELECT,
+    sqlite3.SQLITE_READ,
+    sqlite3.SQLITE_FUNCTION,
+    sqlite3.SQLITE_RECURSIVE,  # stopped by the time limit, like any long query
+}
+_FORBIDDEN_FUNCTIONS = {"load_extension", "readfile", "writefile", "edit", "fts3_tokenizer"}
+_PADDING_FUNCTIONS = {"printf", "format"}
+"""They can pad to any width in one call, past the time limit: only harmless formats pass."""
+_PADDING_WORD = re.compile("printf|format", re.IGNORECASE)
+_HARMLESS_PADDING = re.compile(
+    r"\b(?:printf|format)\s*\(\s*'(?:[^'*\d]|(?<!\d)\d{1,3}(?!\d))*'\s*[,)]", re.IGNORECASE
 )
+_MAX_VALUE_BYTES = 1 << 20
+_HEAP_BYTES = 1 << 28
+"""SQLite's limits for one value and for this process: a single function call can make a
+gigabyte, and the time limit is checked only between calls."""
+_STEPS_PER_LOOK = 1000
+_MAX_TEXT = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class QueryLimits:
+    """What one query may use."""
+
+    seconds: float = 5.0
+    num_rows: int = 20_000
+
+
+class QueryError(Exception):
+    """The query gives no rows to compare: not SQL, forbidden, too slow, too many rows."""
+
+
+@contextmanager
+def open_sandbox(path: Path) -> Iterator[Sandbox]:
+    """A database file, read-only."""
+    try:
+        # A path in a URI keeps its slashes; `?` and `#` in names would end it.
+        connection = sqlite3.connect(
+            f"file:{quote(str(path.absolute()))}?mode=ro", uri=True, isolation_level=None
+        )
+    except sqlite3.Error as error:
+        raise _unreadable(path, error) from error
+    with closing(connection):
+        try:
+            connection.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
+        except sqlite3.Error as error:
+            raise _unreadable(path, error) from error
+        yield lock(connection)
+
+
+def lock(connection: sqlite3.Connection) -> Sandbox:
+    """Permanently forbid everything but reading."""
+    connection.execute(f"PRAGMA hard_heap_limit = {_HEAP_BYTES}")
+    connection.execute("PRAGMA query_only = ON")
+    connection.execute("PRAGMA trusted_schema = OFF")
+    if sys.version_info >= (3, 11):
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_VALUE_BYTES)
+    # Some published databases hold text that is no UTF-8.
+    connection.text_factory = lambda raw: raw.decode("utf-8", "replace")
+    connection.set_authorizer(_allow_reading)
+    return Sandbox(connection)
+
+
+def run_query(sandbox: Sandbox, query: str, limits: QueryLimits) -> QueryRows:
+    """The rows of one query, or `QueryError` with the reason; no other exception leaves it."""
+    if len(query) > _MAX_TEXT:
+        raise QueryError("the query is too long")
+    deadline = time.monotonic() + limits.seconds
+    sandbox.set_authorizer(_allow_padding if _pads_harmlessly(query) else _allow_reading)
+    sandbox.set_progress_handler(lambda: int(time.monotonic() > deadline), _STEPS_PER_LOOK)
+    try:
+        with closing(sandbox.cursor()) as cursor:
+            cursor.execute(query)
+            if cursor.description is None:
+                raise QueryError("it is not a query")
+            rows: QueryRows = cursor.fetchmany(limits.num_rows + 1)
+    except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError, MemoryError) as error:
+        is_late = time.monotonic() > deadline
+        reason = f"more than {limits.seconds:g} s" if is_late else _reason(error)
+        raise QueryError(reason) from error
+    finally:
+        sandbox.set_progress_handler(None, 0)
+    if len(rows) > limits.num_rows:
+        raise QueryError(f"more than {limits.num_rows:,} rows")
+    return rows
+
+
+def _allow_reading(action: int, first: str | None, second: str | None, *_: str | None) -> int:
+    function = (second or first or "").lower() if action == sqlite3.SQLITE_FUNCTION else ""
+    is_denied = action not in _ALLOWED or function in _FORBIDDEN_FUNCTIONS | _PADDING_FUNCTIONS
+    return sqlite3.SQLITE_DENY if is_denied else sqlite3.SQLITE_OK
+
+
+def _allow_padding(action: int, first: str | None, second: str | None, *_: str | None) -> int:
+    if action == sqlite3.SQLITE_FUNCTION and (second or first or "").lower() in _PADDING_FUNCTIONS:
+        return sqlite3.SQLITE_OK
+    return _allow_reading(action, first, second)
+
+
+def _pads_harmlessly(query: str) -> bool:
+    """Whether every `printf` in the text has a literal format without `*` or a wide field."""
+    num_words = len(_PADDING_WORD.findall(query))
+    return 0 < num_words == len(_HARMLESS_PADDING.findall(query))
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, MemoryError):
+        return "more memory than a query may use"
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
+
+def _unreadable(path: Path, error: sqlite3.Error) -> InvalidInputError:
+    return InvalidInputError(
+        f"{path} cannot be read as an SQLite database: {error}.",
+        remedy=f"sqlite3 {path} .schema    (says what is wrong with it)",
+    )
+
 
 # SQL as text: a simple rule finds the query in an answer; no parser.
 
@@ -68,7 +187,8 @@ def extract_query(answer: str) -> str | None:
     in the whole answer from its first SELECT or WITH. The query ends at the first `;`
     outside quotes, or at the first empty line, and prose behind it is dropped.
     """
-    text = _marked_part(answer).strip()
+    marked = _TAGGED.search(answer) or _FENCED.search(answer)
+    text = (marked[1] if marked else answer).strip()
     first = _QUERY.search(text)
     if first is None or _STATEMENT.match(text, 0, first.start()):
         return None
@@ -113,13 +233,6 @@ def mask_quotes(text: str) -> str:
     return _SKIPPED.sub(lambda found: " " * len(found[0]), text)
 
 
-def _marked_part(answer: str) -> str:
-    for pattern in (_TAGGED, _FENCED):
-        if found := pattern.search(answer):
-            return found[1]
-    return answer
-
-
 def _closing(masked: str, opening: int) -> int | None:
     if opening < 0:
         return None
@@ -160,7 +273,7 @@ def _group(rows: QueryRows) -> dict[_Row, list[_Row]]:
     """
     groups: dict[_Row, list[_Row]] = defaultdict(list)
     for row in rows:
-        groups[tuple(0 if _is_number(value) else value for value in row)].append(row)
+        groups[tuple(0 if isinstance(value, int | float) else value for value in row)].append(row)
     for members in groups.values():
         members.sort(key=lambda row: [value for value in row if isinstance(value, int | float)])
     return groups
@@ -176,10 +289,6 @@ def _value_agrees(gold: Value, found: Value) -> bool:
             return math.isclose(gold, found, rel_tol=RELATIVE_TOLERANCE, abs_tol=ABSOLUTE_TOLERANCE)
         return False
     return type(gold) is type(found) and gold == found
-
-
-def _is_number(value: Value) -> bool:
-    return isinstance(value, int | float)
 
 
 # Synthetic databases, filled so that wrong queries give other results.
@@ -212,13 +321,17 @@ def open_synthetic(tables: Sequence[str], literals: Literals, *, seed: int) -> I
     Raises `QueryError` where SQLite does not accept the tables.
     """
     with closing(sqlite3.connect(":memory:", isolation_level=None)) as connection:
-        connection.set_authorizer(_only_building)
+        connection.set_authorizer(
+            lambda action, *_: sqlite3.SQLITE_OK if action in _BUILDING else sqlite3.SQLITE_DENY
+        )
         try:
             for statement in tables:
                 connection.execute(statement)
             rng = random.Random(seed)
-            for name in _table_names(connection):
-                _fill(connection, name, _Pool(literals, rng))
+            query = "SELECT name FROM sqlite_master WHERE type = 'table'"
+            for (name,) in connection.execute(query).fetchall():
+                if not name.startswith("sqlite_"):
+                    _fill(connection, name, _Pool(literals, rng))
         except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
             raise QueryError(f"the schema is not SQLite's: {error}") from error
         connection.set_authorizer(None)
@@ -269,15 +382,6 @@ def _fill(connection: sqlite3.Connection, table: str, pool: _Pool) -> None:
 
 def _is_text(declared: str) -> bool:
     return any(word in declared.upper() for word in ("CHAR", "CLOB", "TEXT"))
-
-
-def _table_names(connection: sqlite3.Connection) -> list[str]:
-    found = connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall()
-    return [name for (name,) in found if not name.startswith("sqlite_")]
-
-
-def _only_building(action: int, *_: str | None) -> int:
-    return sqlite3.SQLITE_OK if action in _BUILDING else sqlite3.SQLITE_DENY
 
 
 DATABASE_KEYS = ("db_id", "database")
@@ -336,7 +440,11 @@ def make_task(
     if folder is not None and name is not None:
         openers: tuple[_Opener, ...] = (partial(open_sandbox, find_database(folder, name)),)
     else:
-        openers = _synthetic_openers(prompt, gold)
+        tables = find_tables(prompt)
+        if not tables:
+            raise QueryError("the row names no database and shows no CREATE TABLE")
+        make = partial(open_synthetic, tables, find_literals(gold))
+        openers = tuple(partial(make, seed=seed) for seed in range(NUM_FILLINGS))
     results = []
     for opener in openers:
         with opener() as sandbox:
@@ -381,25 +489,13 @@ def find_database(folder: Path, name: str) -> Path:
             path = parent / f"{name}{ending}"
             if path.is_file():
                 return path
-    known = sorted(set(_names_in(folder)))
+    known: list[str] = []
+    if folder.is_dir():
+        found = (
+            path for path in folder.iterdir() if path.is_dir() or path.suffix in DATABASE_ENDINGS
+        )
+        known = sorted({path.stem for path in found})
     raise NotFoundError(
         f"{folder} holds no database `{name}`.{did_you_mean(name, known)}",
         remedy=f"put {name}.sqlite there, or name another folder with --databases",
-    )
-
-
-def _names_in(folder: Path) -> Iterator[str]:
-    if folder.is_dir():
-        for path in folder.iterdir():
-            if path.is_dir() or path.suffix in DATABASE_ENDINGS:
-                yield path.stem
-
-
-def _synthetic_openers(prompt: str, gold: str) -> tuple[_Opener, ...]:
-    tables = find_tables(prompt)
-    if not tables:
-        raise QueryError("the row names no database and shows no CREATE TABLE")
-    literals = find_literals(gold)
-    return tuple(
-        partial(open_synthetic, tables, literals, seed=seed) for seed in range(NUM_FILLINGS)
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from tightfit.core.errors import UsageError
-from tightfit.core.suggest import did_you_mean
+from tightfit.core.text import did_you_mean
 from tightfit.export.quantize.gptq_worker import AUTO_ROUND, GPTQMODEL
 
 
@@ -158,51 +158,48 @@ def read_formats(words: str | Sequence[str]) -> tuple[ExportFormat, ...]:
 
 
 def _gptq(bits: int, step: StepKind, *, tuning_steps: int) -> ExportFormat:
-    return register_format(
-        ExportFormat(
-            name=f"gptq-{bits}",
-            writer="tightfit.export.quantize.gptq:GptqWriter",
-            bits=bits,
-            step=step,
-            engine_name=f"gptq-{bits}",
-            calibration=CalibrationUse.ALWAYS,
-            colour="#c1512e",
-            tuning_steps=tuning_steps,
-        )
+    record = ExportFormat(
+        name=f"gptq-{bits}",
+        writer="tightfit.export.quantize.gptq:GptqWriter",
+        bits=bits,
+        step=step,
+        engine_name=f"gptq-{bits}",
+        calibration=CalibrationUse.ALWAYS,
+        colour="#c1512e",
+        tuning_steps=tuning_steps,
     )
+    return register_format(record)
 
 
 def _gguf(name: str, ggml_type: str, step: StepKind) -> ExportFormat:
     # Q8_0's codes do not depend on the importance of inputs; K-quants weigh their rounding errors.
     is_weighed = ggml_type.endswith("_K")
-    return register_format(
-        ExportFormat(
-            name=name,
-            writer="tightfit.export.quantize.gguf:GgufWriter",
-            bits=int(name[1]),
-            step=step,
-            engine_name=name.upper(),
-            suffix=".gguf",
-            calibration=CalibrationUse.OPTIONAL if is_weighed else CalibrationUse.NEVER,
-            reads_gguf=True,
-            colour="#1b6ca8",
-            ggml_type=ggml_type,
-        )
+    record = ExportFormat(
+        name=name,
+        writer="tightfit.export.quantize.gguf:GgufWriter",
+        bits=int(name[1]),
+        step=step,
+        engine_name=name.upper(),
+        suffix=".gguf",
+        calibration=CalibrationUse.OPTIONAL if is_weighed else CalibrationUse.NEVER,
+        reads_gguf=True,
+        colour="#1b6ca8",
+        ggml_type=ggml_type,
     )
+    return register_format(record)
 
 
 def _bitsandbytes(name: str, bits: int, step: StepKind) -> ExportFormat:
-    return register_format(
-        ExportFormat(
-            name=name,
-            writer="tightfit.export.quantize.bitsandbytes:BitsandbytesWriter",
-            bits=bits,
-            step=step,
-            engine_name=name,
-            takes_encoder_decoder=True,
-            colour="#4c8c4a",
-        )
+    record = ExportFormat(
+        name=name,
+        writer="tightfit.export.quantize.bitsandbytes:BitsandbytesWriter",
+        bits=bits,
+        step=step,
+        engine_name=name,
+        takes_encoder_decoder=True,
+        colour="#4c8c4a",
     )
+    return register_format(record)
 
 
 # Tuning steps: rounding alone is near enough at 8 bits; at 4 bits a few steps take SmolLM2-135M

@@ -13,8 +13,9 @@ from typing import Any
 
 from tightfit.core.errors import InvalidInputError
 from tightfit.data.tokenizer import ChatTokenizer, load_tokenizer
-from tightfit.runtime.gguf.tokenizer import OTHERS, PRE_TOKENIZERS, read_steps, recognise
-from tightfit.runtime.llama_cpp import has_llama
+from tightfit.runtime.gguf.unpack import OTHERS, PRE_TOKENIZERS, read_steps, recognise
+from tightfit.runtime.llama_cpp import LlamaModel, has_llama
+from tightfit.runtime.model_files import read_json
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 """Token types. Source: `gguf.TokenType`."""
@@ -73,31 +74,38 @@ def read_vocabulary(folder: Path, num_rows: int) -> tuple[Vocabulary, ChatTokeni
     """The vocabulary of a model folder, padded to the rows of the model's embedding."""
     tokenizer = load_tokenizer(folder)
     document = json.loads((folder / "tokenizer.json").read_bytes())
-    settings = _read(folder / "tokenizer_config.json")
     kind = _kind(document, folder)
-    tokens, types = _list_tokens(tokenizer, document, settings, num_rows)
+    tokens, types = _list_tokens(tokenizer, document, folder, num_rows)
     if kind == "llama":
         tokens, types = _as_pieces(tokens, types, tokenizer)
-    _check_distinct(tokens, folder)
+    # llama.cpp aborts the process where two tokens have the same text.
+    seen: dict[str, int] = {}
+    for number, token in enumerate(tokens):
+        first = seen.setdefault(token, number)
+        if first != number:
+            raise InvalidInputError(
+                f"Tokens {first} and {number} of {folder} are both {token!r}.",
+                remedy="use the model with --engine transformers",
+            )
     marks, notes = _choose_marks(tokenizer)
-    return (
-        Vocabulary(
-            tokens=tuple(tokens),
-            types=tuple(types),
-            scores=_scores(kind, document, tokens),
-            merges=tuple(_merges(document)) if _is_bpe(document) else None,
-            charsmap=_charsmap(document.get("normalizer")),
-            schemes=_list_schemes(kind, document),
-            marks=marks,
-            adds_bos=tokenizer.begins_with is not None,
-            adds_eos=_adds_end(folder, marks.get("eos")),
-            adds_space=_adds_space(document),
-            templates=dict(tokenizer.chat_templates),
-            strips_right=_strips_right(document, tokens),
-            notes=tuple(notes),
-        ),
-        tokenizer,
+    added = document.get("added_tokens", ())
+    strips = any(entry.get("special") and entry.get("rstrip") for entry in added)
+    vocabulary = Vocabulary(
+        tokens=tuple(tokens),
+        types=tuple(types),
+        scores=_scores(kind, document, tokens),
+        merges=tuple(_merges(document)) if _is_bpe(document) else None,
+        charsmap=_charsmap(document.get("normalizer")),
+        schemes=_list_schemes(kind, document),
+        marks=marks,
+        adds_bos=tokenizer.begins_with is not None,
+        adds_eos=_adds_end(folder, marks.get("eos")),
+        adds_space=_adds_space(document),
+        templates=dict(tokenizer.chat_templates),
+        strips_right=strips and set(_PHI3_TOKENS) <= set(tokens),
+        notes=tuple(notes),
     )
+    return vocabulary, tokenizer
 
 
 def write_vocabulary(writer: Any, vocabulary: Vocabulary, scheme: Scheme, name: str) -> None:
@@ -113,20 +121,17 @@ def write_vocabulary(writer: Any, vocabulary: Vocabulary, scheme: Scheme, name: 
         writer.add_token_merges(list(vocabulary.merges))
     if scheme.model == "t5" and vocabulary.charsmap is not None:
         writer.add_precompiled_charsmap(vocabulary.charsmap)
-    for role, write in (
-        ("bos", writer.add_bos_token_id),
-        ("eos", writer.add_eos_token_id),
-        ("eot", writer.add_eot_token_id),
-        ("eom", writer.add_eom_token_id),
-        ("unk", writer.add_unk_token_id),
-        ("pad", writer.add_pad_token_id),
-    ):
-        if role in vocabulary.marks:
-            write(vocabulary.marks[role])
+    for role, number in vocabulary.marks.items():
+        getattr(writer, f"add_{role}_token_id")(number)
     writer.add_add_bos_token(vocabulary.adds_bos)
     writer.add_add_eos_token(vocabulary.adds_eos)
     writer.add_add_space_prefix(vocabulary.adds_space)
-    _write_templates(writer, vocabulary.templates)
+    templates = vocabulary.templates
+    if len(templates) == 1 or (templates and "default" not in templates):
+        writer.add_chat_template(next(iter(templates.values())))
+    elif templates:
+        listed = [{"name": name, "template": text} for name, text in templates.items()]
+        writer.add_chat_template(listed)
 
 
 def name_model(name: str, vocabulary: Vocabulary) -> str:
@@ -138,16 +143,6 @@ def name_model(name: str, vocabulary: Vocabulary) -> str:
     if vocabulary.strips_right:
         return name if _PHI3.search(name) else f"{name} (phi-3 tokens)"
     return _PHI3.sub("phi 3", name)
-
-
-def _write_templates(writer: Any, templates: Mapping[str, str]) -> None:
-    if len(templates) == 1 or "default" not in templates:
-        for text in list(templates.values())[:1]:
-            writer.add_chat_template(text)
-    else:
-        writer.add_chat_template(
-            [{"name": name, "template": text} for name, text in templates.items()]
-        )
 
 
 def _kind(document: Mapping[str, Any], folder: Path) -> str:
@@ -170,17 +165,22 @@ def _is_bpe(document: Mapping[str, Any]) -> bool:
 
 
 def _list_tokens(
-    tokenizer: ChatTokenizer,
-    document: Mapping[str, Any],
-    settings: Mapping[str, Any],
-    num_rows: int,
+    tokenizer: ChatTokenizer, document: Mapping[str, Any], folder: Path, num_rows: int
 ) -> tuple[list[str], list[int]]:
     """Tokens by number; rows of the model without a token are filled up, as llama.cpp wants."""
-    stated = settings.get("added_tokens_decoder", {})
+    stated = read_json(folder / "tokenizer_config.json").get("added_tokens_decoder", {})
     added = {int(number): entry for number, entry in stated.items()}
     added |= {int(entry["id"]): entry for entry in document.get("added_tokens", ())}
+    vocab = document.get("model", {}).get("vocab", {})
+    last = max(vocab.values(), default=-1) if isinstance(vocab, dict) else len(vocab) - 1
+    last = max(last, *added, -1)
+    if last >= num_rows:
+        raise InvalidInputError(
+            f"The tokenizer has {last + 1:,} tokens and the model rows for {num_rows:,}.",
+            remedy="use the tokenizer that belongs to this model, or give the model more rows "
+            "(transformers: resize_token_embeddings)",
+        )
     control = set(tokenizer.control.ids.values())
-    _check_room(document, added, num_rows)
     tokens, types = [], []
     for number in range(num_rows):
         name = tokenizer.token_name(number)
@@ -194,18 +194,6 @@ def _list_tokens(
         else:
             types.append(USER_DEFINED if number in added else NORMAL)
     return tokens, types
-
-
-def _check_room(document: Mapping[str, Any], added: Mapping[int, Any], num_rows: int) -> None:
-    vocab = document.get("model", {}).get("vocab", {})
-    last = max(vocab.values(), default=-1) if isinstance(vocab, dict) else len(vocab) - 1
-    last = max(last, max(added, default=-1))
-    if last >= num_rows:
-        raise InvalidInputError(
-            f"The tokenizer has {last + 1:,} tokens and the model rows for {num_rows:,}.",
-            remedy="use the tokenizer that belongs to this model, or give the model more rows "
-            "(transformers: resize_token_embeddings)",
-        )
 
 
 def _as_pieces(
@@ -225,18 +213,6 @@ def _as_pieces(
         is_typed = kind == USER_DEFINED
         new_tokens.append(token.replace(_SPACE, " ") if is_typed else token)
     return new_tokens, new_types
-
-
-def _check_distinct(tokens: Sequence[str], folder: Path) -> None:
-    """llama.cpp aborts the process where two tokens have the same text."""
-    seen: dict[str, int] = {}
-    for number, token in enumerate(tokens):
-        first = seen.setdefault(token, number)
-        if first != number:
-            raise InvalidInputError(
-                f"Tokens {first} and {number} of {folder} are both {token!r}.",
-                remedy="use the model with --engine transformers",
-            )
 
 
 def _scores(
@@ -303,12 +279,6 @@ def _adds_space(document: Mapping[str, Any]) -> bool:
     return has_prepend or ('"Metaspace"' in found and has_scheme)
 
 
-def _strips_right(document: Mapping[str, Any], tokens: Sequence[str]) -> bool:
-    added = document.get("added_tokens", ())
-    stripping = [entry for entry in added if entry.get("special") and entry.get("rstrip")]
-    return bool(stripping) and set(_PHI3_TOKENS) <= set(tokens)
-
-
 def _adds_end(folder: Path, eos: int | None) -> bool:
     from tokenizers import Tokenizer
 
@@ -325,14 +295,6 @@ def _charsmap(normalizer: Any) -> bytes | None:
         return next((table for table in found if table is not None), None)
     text = normalizer.get("precompiled_charsmap")
     return base64.b64decode(text) if text else None
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 # The check: which scheme makes llama.cpp tokenize as the model's own tokenizer does.
@@ -358,15 +320,6 @@ _EDGES = {
 """Known differences of llama.cpp for a whole kind of tokenizers; worth a note."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Difference:
-    """The first difference of llama.cpp's tokens."""
-
-    text: str
-    ours: tuple[int, ...]
-    theirs: tuple[int, ...]
-
-
 def settle_scheme(
     vocabulary: Vocabulary, encode: Callable[[str], list[int]]
 ) -> tuple[Scheme, list[str]]:
@@ -380,45 +333,40 @@ def settle_scheme(
             f"The tokenizer is written as `{guess.pre}` and was not checked against llama.cpp, "
             "which is not installed (pip install 'tightfit[gguf]')."
         ]
-    first: Difference | None = None
+    refusal: InvalidInputError | None = None
     for scheme in vocabulary.schemes:
         found, edges = compare_scheme(vocabulary, scheme, encode)
         if found is None:
             named = [] if scheme == guess else [f"llama.cpp cuts text as `{scheme.pre}`."]
             return scheme, [*named, *(f"llama.cpp itself cuts {edge} otherwise." for edge in edges)]
-        first = first or found
-    assert first is not None
-    raise _refusal(first)
+        refusal = refusal or found
+    assert refusal is not None
+    raise refusal
 
 
 def compare_scheme(
     vocabulary: Vocabulary, scheme: Scheme, encode: Callable[[str], list[int]]
-) -> tuple[Difference | None, list[str]]:
+) -> tuple[InvalidInputError | None, list[str]]:
     """The first difference of llama.cpp with this scheme, and the known edges that differ."""
-    from tightfit.runtime.llama_cpp import LlamaModel
-
+    control = [t for t, kind in zip(vocabulary.tokens, vocabulary.types, strict=True) if kind == 3]
+    edges = dict(_EDGES)
+    if control:
+        edges["text behind a control token"] = f"a{control[0]}b {control[0]} c"
     with tempfile.TemporaryDirectory(prefix="tightfit-") as folder:
         path = Path(folder) / "vocabulary.gguf"
         _write_probe(path, vocabulary, scheme)
         try:
             model = LlamaModel(path, num_positions=32)
         except InvalidInputError:  # a scheme that this release of llama.cpp does not know
-            return Difference(text=TEXTS[0], ours=tuple(encode(TEXTS[0])), theirs=()), []
+            return _refusal(TEXTS[0], encode(TEXTS[0]), []), []
         with model:
             for text in TEXTS:
-                ours, theirs = tuple(encode(text)), tuple(model.tokenize(text))
+                ours, theirs = encode(text), model.tokenize(text)
                 if ours != theirs:
-                    return Difference(text=text, ours=ours, theirs=theirs), []
-            edges = _list_edges(vocabulary)
+                    return _refusal(text, ours, theirs), []
             return None, [
                 name for name, text in edges.items() if encode(text) != model.tokenize(text)
             ]
-
-
-def _list_edges(vocabulary: Vocabulary) -> dict[str, str]:
-    control = [t for t, kind in zip(vocabulary.tokens, vocabulary.types, strict=True) if kind == 3]
-    around = {"text behind a control token": f"a{control[0]}b {control[0]} c"} if control else {}
-    return _EDGES | around
 
 
 def _write_probe(path: Path, vocabulary: Vocabulary, scheme: Scheme) -> None:
@@ -428,12 +376,10 @@ def _write_probe(path: Path, vocabulary: Vocabulary, scheme: Scheme) -> None:
 
     width = 32
     writer: Any = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(1)
-    writer.add_context_length(width)
-    writer.add_embedding_length(width)
-    writer.add_feed_forward_length(width)
-    writer.add_head_count(1)
-    writer.add_head_count_kv(1)
+    for size in ("context_length", "embedding_length", "feed_forward_length"):
+        getattr(writer, f"add_{size}")(width)
+    for count in ("block_count", "head_count", "head_count_kv"):
+        getattr(writer, f"add_{count}")(1)
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_dimension_count(width)
     write_vocabulary(writer, vocabulary, scheme, "probe")
@@ -454,13 +400,12 @@ def _write_probe(path: Path, vocabulary: Vocabulary, scheme: Scheme) -> None:
     writer.close()
 
 
-def _refusal(found: Difference) -> InvalidInputError:
-    pairs = zip(found.ours, found.theirs, strict=False)
-    at = next((i for i, (a, b) in enumerate(pairs) if a != b), 0)
+def _refusal(text: str, ours: list[int], theirs: list[int]) -> InvalidInputError:
+    at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), 0)
     return InvalidInputError(
         "llama.cpp knows no way of cutting text as this model's tokenizer does: "
-        f"{found.text[:60]!r} is {list(found.ours[at : at + 4])} here and "
-        f"{list(found.theirs[at : at + 4])} there, from token {at} on.",
+        f"{text[:60]!r} is {ours[at : at + 4]} here and {theirs[at : at + 4]} there, from token "
+        f"{at} on.",
         remedy="use the model with --engine transformers; tightfit quantize --to nf4 or gptq-4 "
         "shrinks it",
     )

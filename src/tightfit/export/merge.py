@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import shutil
 import time
+import warnings
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,42 +18,446 @@ import psutil
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from tightfit.core.dtypes import Dtype
-from tightfit.core.errors import CheckFailedError, InvalidInputError, SetupError, UsageError
+from tightfit.core.errors import InvalidInputError, SetupError, UsageError
 from tightfit.core.files import publish_folder, write_atomic
 from tightfit.core.frozen import Frozen
 from tightfit.core.progress import Progress
-from tightfit.core.units import render_bytes
-from tightfit.export.adapter_changes import (
-    ADAPTER,
-    RELEASE_BYTES,
-    AdapterChanges,
-    MergePlan,
-    estimate_merge_bytes,
-    estimate_whole_bytes,
-    plan_merge,
-    read_changes,
-    release_freed_memory,
-)
-from tightfit.export.verify.verdict import Level, Verdict
+from tightfit.core.strategy import Strategy
+from tightfit.data.templates import choose_template
+from tightfit.data.tokenizer import load_tokenizer
+from tightfit.export.verify.verdict import Verdict
 from tightfit.hardware.machine import read_peak_memory_bytes, reset_peak_memory
 from tightfit.runtime.adapters import load_adapter
-from tightfit.runtime.artefacts import Artefact, ArtefactKind
-from tightfit.runtime.devices import torch_dtype
-from tightfit.runtime.load import LoadRequest, load_base
-from tightfit.runtime.model_files import copy_tuned_tokenizer_files
+from tightfit.runtime.libraries import silence_libraries, torch_dtype
+from tightfit.runtime.load import build_model, load_base, read_config
+from tightfit.runtime.model_files import Artefact, ArtefactKind, copy_tuned_tokenizer_files
 from tightfit.runtime.output_folder import (
     begin_folder,
-    check_room,
+    check_resources,
     check_target,
-    reject_folder,
+    reject,
 )
-from tightfit.runtime.tensor_files import DEFAULT_SHARD_BYTES, Output, StoredWeights, write_shards
+from tightfit.runtime.tensor_files import (
+    DEFAULT_SHARD_BYTES,
+    Output,
+    StoredWeights,
+    find_weights_error,
+    list_safetensors,
+    load_pickle,
+    read_safetensor,
+    write_shards,
+)
 
 if TYPE_CHECKING:
     import torch
 
 
-WEIGHTS = "weights"
+# The plan: the base without values, the adapter's changes to it, and the tensors to write.
+
+ADAPTER = "default"
+_PREFIX = "base_model.model."
+_WRAPPING = ("base_layer", "token_adapter", "original_module", "modules_to_save", ADAPTER)
+"""Names that peft puts between a module's name and its parameters'."""
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Ways to start LoRA that also change the base weights, which the adapter's files do not hold.
+Source: peft's LoraConfig, `init_lora_weights`."""
+SAME_FRACTION = 1e-6
+"""Of the largest value: two halves of a tie that differ by less are one matrix still."""
+FP32_BYTES = 4
+ALLOCATOR_BYTES = 64 << 20
+"""Freed matrices that the C library keeps until `release_freed_memory`."""
+
+
+@dataclass(slots=True, kw_only=True)
+class MergePlan:
+    """What an adapter changes, which tensors the merged model has, and where each comes from."""
+
+    stored: StoredWeights
+    """The base's files."""
+    model: Any
+    """The base model's modules inside peft's, base values on the meta device."""
+    shapes: dict[str, tuple[int, ...]]
+    """Every parameter and stored buffer of the base, by its own name."""
+    ties: tuple[frozenset[str], ...]
+    """Names that share one matrix in the base."""
+    vocab_size: int | None
+    """Where the adapter has another number of tokens than the base."""
+    adapter_bytes: int
+    is_dora: bool
+    layers: dict[str, list[tuple[Any, str]]] = field(default_factory=dict)
+    """By parameter: peft's layer and the parameter's name in its base layer."""
+    saved: dict[str, Any] = field(default_factory=dict)
+    """Parameters that were trained whole."""
+    based: dict[str, Any] = field(default_factory=dict)
+    """Base values stored in the adapter: a resized vocabulary, trained biases."""
+    outputs: list[Output] = field(default_factory=list)
+    """In the order of the base's files."""
+    sources: dict[str, str | None] = field(default_factory=dict)
+    """By output: the tensor of the base that it is made from."""
+    is_untied: bool = False
+    missing: list[str] = field(default_factory=list)
+    """Changed parameters that the base's files hold under no name of their own."""
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(output.num_bytes for output in self.outputs)
+
+    @property
+    def dtypes(self) -> tuple[str, ...]:
+        """As torch names them, by stored bytes."""
+        sizes: Counter[str] = Counter()
+        for output in self.outputs:
+            if output.dtype.is_floating_point:
+                sizes[str(output.dtype).removeprefix("torch.")] += output.num_bytes
+        return tuple(name for name, _ in sizes.most_common())
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What a user should know about the result."""
+        notes = []
+        if self.is_untied:
+            notes.append(
+                "The base has one matrix for embeddings and head, and the adapter changes one of "
+                "them: both are stored now, and the model is larger by that matrix."
+            )
+        if self.vocab_size is not None:
+            notes.append(f"The adapter has its own vocabulary of {self.vocab_size:,} tokens.")
+        if self.missing:
+            notes.append(
+                "The base's files hold the adapted matrices in parts, so the model was loaded "
+                "whole."
+            )
+        return tuple(notes)
+
+    def estimate_bytes(self) -> int:
+        """Memory on top of the process's: the adapter, and the most expensive matrix.
+
+        Each matrix is there as stored, in fp32 with its copies while the adapter is added, and as
+        written. Leaves out the page cache, which the system gives back on demand.
+        """
+        if self.missing:  # the model as it will be stored, and its largest matrix twice in fp32
+            values = [tensor.num_values for tensor in self.stored.tensors.values()]
+            width = max(output.dtype.itemsize for output in self.outputs)
+            return sum(values) * width + 2 * FP32_BYTES * max(values) + 2 * self.adapter_bytes
+        # A matrix and what is added to it; DoRA takes norms of the scaled sum's squares.
+        copies = 4 if self.is_dora else 2
+        costliest = 0
+        for output in self.outputs:
+            key = self.sources[output.name]
+            source = self.stored.tensors[key] if key is not None else None
+            is_changed = self.is_changed(output.name)
+            computed = FP32_BYTES * output.num_values * copies if is_changed else 0
+            is_as_stored = not is_changed and source is not None and source.dtype == output.dtype
+            made = 0 if is_as_stored else output.num_bytes
+            costliest = max(costliest, (source.num_bytes if source else 0) + computed + made)
+        # Half-precision adapters are raised to fp32, layer by layer, and stay so.
+        return 2 * self.adapter_bytes + costliest + ALLOCATOR_BYTES
+
+    def is_changed(self, name: str) -> bool:
+        return name in self.layers or name in self.saved or name in self.based
+
+    def partners(self, name: str) -> frozenset[str]:
+        """All names of this parameter's matrix, itself included."""
+        return next((tie for tie in self.ties if name in tie), frozenset({name}))
+
+    def base_value(self, name: str) -> torch.Tensor | None:
+        """The base value stored in the adapter, if any."""
+        return next((self.based[p] for p in sorted(self.partners(name)) if p in self.based), None)
+
+    def read(self, name: str) -> torch.Tensor:
+        """One tensor of the merged model: a changed one in fp32, another as it is stored."""
+        key = self.sources[name]
+        if self.is_changed(name):
+            return self.apply(name, None if key is None else self.stored.read(key))
+        assert key is not None
+        own_value = self.base_value(name)
+        return self.stored.read(key) if own_value is None else own_value
+
+    def apply(self, name: str, stored: torch.Tensor | None) -> torch.Tensor:
+        """The merged parameter in fp32. `stored` is the base's, and is overwritten."""
+        if name in self.saved:
+            whole: torch.Tensor = self.saved[name]
+            return whole.float()
+        own_value = self.base_value(name)
+        value = stored if own_value is None else own_value
+        if value is None or tuple(value.shape) != self.shapes[name]:
+            raise InvalidInputError(
+                f"The adapter changes {name} of shape {self.shapes[name]}, and the base has "
+                f"{'none' if value is None else f'one of shape {tuple(value.shape)}'}.",
+                remedy="name the base model that the adapter was trained on in its "
+                "adapter_config.json",
+            )
+        value = value.float().clone() if own_value is not None else value.float()
+        for layer, attribute in self.layers.get(name, ()):
+            value = _merge_layer(layer, attribute, value, name)
+        return value
+
+    def update_config(self, config: dict[str, Any]) -> None:
+        """Change the base's config for the new weights."""
+        is_old = "torch_dtype" in config and "dtype" not in config
+        config["torch_dtype" if is_old else "dtype"] = self.dtypes[0]
+        if self.is_untied:
+            config["tie_word_embeddings"] = False
+        text = config.get("text_config")
+        for part in (config, text) if isinstance(text, dict) else (config,):
+            if self.is_untied and "tie_word_embeddings" in part:
+                part["tie_word_embeddings"] = False
+            if self.vocab_size is not None and "vocab_size" in part:
+                part["vocab_size"] = self.vocab_size
+
+
+def plan_merge(adapter: Path, base: Path, dtype: torch.dtype | None = None) -> MergePlan:
+    """peft's layers with the adapter's values around a base that holds none, and the outputs.
+
+    `dtype` of every floating-point tensor; None: as in the base.
+    """
+    import torch
+
+    silence_libraries()  # before the import that prints warnings
+    from peft import PeftConfig, get_peft_model, set_peft_model_state_dict
+
+    config = _check_config(adapter, PeftConfig)
+    weights = _load_weights(adapter)
+    model = _build_base(base, weights)
+    config_file = json.loads((base / "config.json").read_bytes())
+    text = config_file.get("text_config") or {}
+    num_embeddings = _num_embeddings(model)
+    is_resized = num_embeddings != (config_file.get("vocab_size") or text.get("vocab_size"))
+    # Parameters that are one object, or that transformers ties when it loads.
+    groups: dict[int, set[str]] = {}
+    for name, value in model.named_parameters(remove_duplicate=False):
+        groups.setdefault(id(value), set()).add(name)
+    plan = MergePlan(
+        stored=StoredWeights(base),
+        model=model,
+        shapes={name: tuple(value.shape) for name, value in model.state_dict().items()},
+        ties=tuple(frozenset(names) for names in groups.values() if len(names) > 1),
+        vocab_size=num_embeddings if is_resized else None,
+        adapter_bytes=sum(value.numel() * value.element_size() for value in weights.values()),
+        is_dora=bool(getattr(config, "use_dora", False)),
+    )
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # peft warns about ties, which are handled below
+            peft_model: Any = get_peft_model(
+                model, config, autocast_adapter_dtype=False, low_cpu_mem_usage=True
+            )
+            for module in peft_model.modules():
+                # peft would move the adapter's values to the meta device of the base layer.
+                if hasattr(module, "_move_adapter_to_device_of_base_layer"):
+                    module._move_adapter_to_device_of_base_layer = lambda *_, **__: None
+            result: Any = set_peft_model_state_dict(peft_model, weights, low_cpu_mem_usage=True)
+    except (RuntimeError, ValueError, KeyError, TypeError, NotImplementedError) as error:
+        raise _mismatch_error(adapter, base, str(error).splitlines()[0]) from error
+    if result.unexpected_keys:
+        raise _mismatch_error(adapter, base, f"{result.unexpected_keys[0]} has no place in it")
+    plan.model = peft_model.base_model.model
+    with torch.no_grad():
+        _collect_changes(plan)
+        empty = [n for n, p in plan.model.named_parameters() if p.is_meta and _is_adapters(n)]
+        if empty:
+            raise _mismatch_error(adapter, base, f"the adapter's files lack {empty[0]}")
+        _plan_outputs(plan, dtype, prefix=str(model.base_model_prefix))
+    return plan
+
+
+def _collect_changes(plan: MergePlan) -> None:
+    from peft.tuners.lora import LoraLayer
+    from peft.tuners.trainable_tokens import TrainableTokensLayer
+
+    for path, module in plan.model.named_modules():
+        if not isinstance(module, LoraLayer | TrainableTokensLayer):
+            continue
+        attributes = [getattr(module, "parameter_name", "weight")]
+        if getattr(module, "lora_bias", {}).get(ADAPTER):
+            attributes.append("bias")
+        for attribute in attributes:
+            name = f"{_own_name(path)}.{attribute}"
+            plan.layers.setdefault(name, []).append((module, attribute))
+    for path, value in plan.model.named_parameters(remove_duplicate=False):
+        if value.is_meta or _is_adapters(path):
+            continue
+        into = plan.saved if f".modules_to_save.{ADAPTER}." in path else plan.based
+        into[_own_name(path)] = value.data
+
+
+def _plan_outputs(plan: MergePlan, dtype: torch.dtype | None, *, prefix: str) -> None:
+    """`prefix`: what checkpoints of the bare model leave out before a name."""
+    for key, tensor in plan.stored.tensors.items():
+        candidates = (key, f"{prefix}.{key}", key.removeprefix(f"{prefix}."))
+        name = next((one for one in candidates if one in plan.shapes), key)
+        is_known = name in plan.shapes
+        for made in _tied_outputs(plan, name, key) if is_known else [name]:
+            if made in plan.sources:
+                continue
+            is_number = tensor.dtype.is_floating_point
+            has_own_shape = is_known and (plan.is_changed(made) or plan.vocab_size)
+            plan.sources[made] = key
+            plan.outputs.append(
+                Output(
+                    name=made,
+                    shape=plan.shapes[made] if has_own_shape else tensor.shape,
+                    dtype=dtype if dtype is not None and is_number else tensor.dtype,
+                )
+            )
+    # Parameters that the base's files lack: whole ones can be written, others are missing.
+    for name in {**plan.layers, **plan.saved, **plan.based}:
+        if any(partner in plan.sources for partner in plan.partners(name)):
+            continue
+        whole = plan.saved.get(name, plan.based.get(name))
+        if whole is None:
+            plan.missing.append(name)
+            continue
+        plan.sources[name] = None
+        plan.outputs.append(Output(name=name, shape=tuple(whole.shape), dtype=dtype or whole.dtype))
+
+
+def _tied_outputs(plan: MergePlan, name: str, key: str) -> list[str]:
+    """The names to write for one stored matrix: one while all that share it stay the same."""
+    partners = plan.partners(name)
+    touched = sorted(p for p in partners if p in plan.layers or p in plan.saved)
+    written = next((p for p in partners if p in plan.sources), None) or name
+    if len(partners) == 1 or not touched:
+        return [written] if plan.base_value(name) is not None else [name]
+    if len(touched) == len(partners):
+        first, *others = (plan.apply(one, plan.stored.read(key)) for one in touched)
+        limit = SAME_FRACTION * float(first.abs().max())
+        if all(float((other - first).abs().max()) <= limit for other in others):
+            return [written]
+    if plan.model.config.is_encoder_decoder:
+        raise InvalidInputError(
+            f"The adapter changes {touched[0]}, and the model uses that matrix in "
+            f"{len(partners)} places, which its files do not distinguish.",
+            remedy="use the adapter as it is: tightfit chat ADAPTER; or train it again without "
+            "embeddings",
+        )
+    plan.is_untied = True
+    return [name, *sorted(partners - {name})]
+
+
+def _is_adapters(path: str) -> bool:
+    return "lora_" in path or "trainable_tokens_" in path
+
+
+def _own_name(path: str) -> str:
+    """The name a module or parameter has in the base."""
+    return ".".join(part for part in path.split(".") if part not in _WRAPPING)
+
+
+def _merge_layer(layer: Any, attribute: str, value: torch.Tensor, name: str) -> torch.Tensor:
+    """peft's own arithmetic for one layer, in fp32."""
+    import torch
+
+    owner = layer.get_base_layer()
+    if attribute == "bias":
+        added: torch.Tensor = layer.lora_B[ADAPTER].bias.data.float() * layer.scaling[ADAPTER]
+        return value + added
+    held = getattr(owner, attribute)
+    biases = getattr(layer, "lora_bias", {})
+    has_bias = biases.get(ADAPTER, False)
+    layer.float()  # the adapter's own values; those of the base are not there
+    try:
+        setattr(owner, attribute, torch.nn.Parameter(value, requires_grad=False))
+        if has_bias:
+            biases[ADAPTER] = False  # merged when the bias is read
+        layer.merge(adapter_names=[ADAPTER])
+        merged: torch.Tensor = getattr(owner, attribute).data
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        raise InvalidInputError(
+            f"peft cannot merge {type(layer).__name__} at {name}: {str(error).splitlines()[0]}",
+            remedy="use the adapter as it is: tightfit chat ADAPTER",
+        ) from error
+    finally:
+        setattr(owner, attribute, held)
+        layer.merged_adapters.clear()
+        if has_bias:
+            biases[ADAPTER] = True
+    return merged
+
+
+def _check_config(adapter: Path, peft_config: Any) -> Any:
+    """The adapter's config. Raises for kinds that cannot be merged."""
+    try:
+        config = peft_config.from_pretrained(str(adapter))
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise InvalidInputError(
+            f"{adapter / 'adapter_config.json'} cannot be read: {str(error).splitlines()[0]}",
+            remedy="copy the adapter again, or pip install -U peft",
+        ) from error
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    start = config.to_dict().get("init_lora_weights")
+    problem = None
+    if kind != "LORA":
+        problem = f"is of kind {kind}; only LoRA adapters are merged"
+    elif isinstance(start, str) and start.lower().startswith(_CHANGES_BASE):
+        problem = f"was started with {start}, which changed the base weights too"
+    elif config.to_dict().get("layer_replication"):
+        problem = "repeats layers of its base (layer_replication)"
+    if problem is not None:
+        raise InvalidInputError(
+            f"The adapter in {adapter} {problem}.",
+            remedy="save it as a plain LoRA with peft: model.save_pretrained(FOLDER, "
+            "path_initial_model_for_weight_conversion=...)"
+            if start and isinstance(start, str)
+            else "use the adapter as it is: tightfit chat ADAPTER",
+        )
+    config.inference_mode = True
+    # Values come from the file: no initialisation is wanted.
+    config.init_lora_weights = True
+    return config
+
+
+def _load_weights(adapter: Path) -> dict[str, Any]:
+    path = adapter / "adapter_model.safetensors"
+    problem = find_weights_error(path)
+    if problem is None:
+        return {tensor.name: read_safetensor(tensor) for tensor in list_safetensors(path)}
+    pickled = adapter / "adapter_model.bin"
+    if path.exists() or not pickled.is_file():
+        raise InvalidInputError(f"{path} {problem}.", remedy="copy the adapter again")
+    return load_pickle(pickled)
+
+
+def _build_base(base: Path, weights: dict[str, Any]) -> Any:
+    import torch
+
+    strategy = Strategy(weights=Dtype.FP32, compute=Dtype.FP32)
+    config = read_config(base, strategy)
+    with torch.device("meta"):
+        model = build_model(config, strategy)
+    rows = _adapter_rows(model, weights)
+    if rows is not None and rows != _num_embeddings(model):
+        config.get_text_config().vocab_size = rows
+        with torch.device("meta"):
+            model = build_model(config, strategy)
+    return model
+
+
+def _adapter_rows(model: Any, weights: dict[str, Any]) -> int | None:
+    """Tokens that the adapter's own copy of the embeddings has."""
+    wanted = {
+        f"{_PREFIX}{name}"
+        for name, module in model.named_modules()
+        if module is model.get_input_embeddings() or module is model.get_output_embeddings()
+    }
+    for name, value in weights.items():
+        owner = name.removesuffix(".weight").removesuffix(".base_layer")
+        if name.endswith(".weight") and owner in wanted:
+            return int(value.shape[0])
+    return None
+
+
+def _num_embeddings(model: Any) -> int:
+    return int(model.get_input_embeddings().weight.shape[0])
+
+
+def _mismatch_error(adapter: Path, base: Path, why: str) -> InvalidInputError:
+    return InvalidInputError(
+        f"The adapter in {adapter} does not fit {base}: {why.rstrip('.')}.",
+        remedy="merge it into the base model it was trained on: see its adapter_config.json",
+    )
+
+
 MergeCheck = Callable[[Artefact, Artefact], Verdict]
 """Compares the adapter with the merged model."""
 
@@ -105,19 +513,11 @@ class MergeResult(Frozen):
 
     def raise_if_rejected(self) -> None:
         """`CheckFailedError` where the check did not pass."""
-        if self.is_accepted or self.verdict is None:
-            return
-        failures = [
-            finding.text
-            for row in self.verdict.rows
-            for finding in row.findings
-            if finding.level is Level.FAIL
-        ]
-        raise CheckFailedError(
-            f"The merged model is not what the adapter is: {failures[0]}",
-            remedy=f"see what was made in {self.path}; please report it with the output of "
-            f"tightfit verify {self.adapter} {self.path} --json",
-        )
+        if not self.is_accepted and self.verdict is not None:
+            self.verdict.raise_if_broken(
+                remedy=f"see what was made in {self.path}; please report it with the output of "
+                f"tightfit verify {self.adapter} {self.path} --json"
+            )
 
 
 def merge_adapter(request: MergeRequest) -> MergeResult:
@@ -126,46 +526,46 @@ def merge_adapter(request: MergeRequest) -> MergeResult:
     start = time.monotonic()
     import torch
 
-    changes = read_changes(artefact.path, base)
-    stored = StoredWeights(base)
-    with torch.no_grad():
-        dtype = None if request.dtype is None else torch_dtype(request.dtype)
-        plan = plan_merge(changes, stored, dtype)
-        forecast = _forecast(changes, stored, plan)
-        _check_resources(request, forecast)
-        work = begin_folder(request.target)
-        reset_peak_memory()
-        try:
-            _write_model(request, work, changes, stored, plan)
-        except BaseException as error:
-            shutil.rmtree(work, ignore_errors=True)
-            if isinstance(error, OSError):
-                raise SetupError(
-                    f"Cannot write {request.target}: {error.strerror or error}.",
-                    remedy="--out a folder that is writable and has free space",
-                ) from error
-            raise
-    peak = read_peak_memory_bytes()
-    seconds = time.monotonic() - start
-    num_changed = sum(changes.is_changed(name) for name in plan.sources)
-    notes = _notes(changes, plan)
-    del changes, stored
-    verdict, path = _check_result(request, work)
-    return MergeResult(
-        path=str(path),
-        adapter=str(artefact.path),
-        base=str(base),
-        dtypes=_name_dtypes(plan),
-        num_changed=num_changed,
-        num_tensors=len(plan.outputs),
-        size_bytes=plan.num_bytes,
-        predicted=forecast,
-        peak_host_bytes=peak,
-        seconds=seconds,
-        notes=notes,
-        is_accepted=path == request.target,
-        verdict=verdict,
+    dtype = None if request.dtype is None else torch_dtype(request.dtype)
+    plan = plan_merge(artefact.path, base, dtype)
+    # The adapter is in memory by now, and counted in the plan's estimate too.
+    held = psutil.Process().memory_info().rss - plan.adapter_bytes
+    forecast = MergeForecast(
+        host_bytes=held + plan.estimate_bytes(),
+        disk_bytes=plan.num_bytes,
+        is_streamed=not plan.missing,
     )
+    if request.announce is not None:
+        request.announce(forecast)
+    check_resources("merge", request.target, forecast.disk_bytes, forecast.host_bytes)
+    work = begin_folder(request.target)
+    try:
+        reset_peak_memory()
+        with torch.no_grad():
+            _write_model(request, plan, work)
+        result = MergeResult(
+            path=str(request.target),
+            adapter=str(artefact.path),
+            base=str(base),
+            dtypes=plan.dtypes,
+            num_changed=sum(plan.is_changed(name) for name in plan.sources),
+            num_tensors=len(plan.outputs),
+            size_bytes=plan.num_bytes,
+            predicted=forecast,
+            peak_host_bytes=read_peak_memory_bytes(),
+            seconds=time.monotonic() - start,
+            notes=plan.notes,
+        )
+        del plan  # its memory is the check's
+        return _check_result(request, work, result)
+    except BaseException as error:
+        shutil.rmtree(work, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise SetupError(
+                f"Cannot write {request.target}: {error.strerror or error}.",
+                remedy="--out a folder that is writable and has free space",
+            ) from error
+        raise
 
 
 def _check_request(request: MergeRequest) -> tuple[Artefact, Path]:
@@ -193,70 +593,26 @@ def _check_request(request: MergeRequest) -> tuple[Artefact, Path]:
     return artefact, artefact.base
 
 
-def _forecast(changes: AdapterChanges, stored: StoredWeights, plan: MergePlan) -> MergeForecast:
-    extra = (
-        estimate_whole_bytes(stored, plan, changes.num_bytes)
-        if plan.missing
-        else estimate_merge_bytes(changes, stored, plan)
-    )
-    # The adapter is in memory by now, and counted in `extra` too.
-    held = psutil.Process().memory_info().rss - changes.num_bytes
-    return MergeForecast(
-        host_bytes=held + extra, disk_bytes=plan.num_bytes, is_streamed=not plan.missing
-    )
-
-
-def _check_resources(request: MergeRequest, forecast: MergeForecast) -> None:
-    if request.announce is not None:
-        request.announce(forecast)
-    check_room(request.target, forecast.disk_bytes)
-    needed = forecast.host_bytes - psutil.Process().memory_info().rss
-    free = psutil.virtual_memory().available
-    if needed > free:
-        raise SetupError(
-            f"The merge needs {render_bytes(needed)} more memory; {render_bytes(free)} is free.",
-            remedy="end other programs, or merge on a machine with more memory",
-        )
-
-
-def _write_model(
-    request: MergeRequest,
-    work: Path,
-    changes: AdapterChanges,
-    stored: StoredWeights,
-    plan: MergePlan,
-) -> None:
+def _write_model(request: MergeRequest, plan: MergePlan, work: Path) -> None:
     artefact = request.artefact
     assert artefact.base is not None
     if plan.missing:
-        write_whole(request, work, plan.missing, is_tied_changed=plan.is_untied)
+        _write_whole(request, plan, work)
     else:
-        _write_streamed(request, work, changes, stored, plan)
+        _write_streamed(request, plan, work)
     copy_tuned_tokenizer_files(artefact.tokenizer, artefact.base, work)
     if artefact.template is not None:
-        _write_template(artefact, work)
+        chosen = choose_template(artefact.template, load_tokenizer(artefact.tokenizer))
+        write_atomic(work / "chat_template.jinja", chosen.text)
     config = json.loads((artefact.base / "config.json").read_bytes())
-    write_atomic(
-        work / "config.json",
-        json.dumps(_settle_config(config, changes, plan), indent=2, ensure_ascii=False) + "\n",
-    )
+    plan.update_config(config)
+    write_atomic(work / "config.json", json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
 
-def _write_streamed(
-    request: MergeRequest,
-    work: Path,
-    changes: AdapterChanges,
-    stored: StoredWeights,
-    plan: MergePlan,
-) -> None:
+def _write_streamed(request: MergeRequest, plan: MergePlan, work: Path) -> None:
     def produce(output: Output) -> torch.Tensor:
-        key = plan.sources[output.name]
-        if changes.is_changed(output.name):
-            held = stored.read(key) if key is not None else None
-            return _cast(changes.apply(output.name, held), output)
-        assert key is not None
-        brought = changes.base_value(output.name)
-        return (stored.read(key) if brought is None else brought).to(output.dtype)
+        value = plan.read(output.name)
+        return _cast(value, output) if plan.is_changed(output.name) else value.to(output.dtype)
 
     done = released = 0
 
@@ -267,9 +623,23 @@ def _write_streamed(
             released = done
             release_freed_memory()
         if request.report is not None:
-            request.report(WEIGHTS, done, plan.num_bytes)
+            request.report("weights", done, plan.num_bytes)
 
     write_shards(work, plan.outputs, produce, max_shard_bytes=request.max_shard_bytes, report=count)
+
+
+RELEASE_BYTES = 64 << 20
+"""Written between two calls of `release_freed_memory`."""
+
+
+def release_freed_memory() -> None:
+    """Return freed matrices to the system, where the C library is glibc.
+
+    It would keep those below 32 MiB in a heap that their mixed sizes break into pieces, and a
+    merge would grow with the model after all. Source: malloc_trim(3).
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _cast(value: torch.Tensor, output: Output) -> torch.Tensor:
@@ -288,104 +658,46 @@ def _cast(value: torch.Tensor, output: Output) -> torch.Tensor:
     )
 
 
-def _write_template(artefact: Artefact, work: Path) -> None:
-    from tightfit.data.templates import choose_template
-    from tightfit.data.tokenizer import load_tokenizer
-
-    chosen = choose_template(artefact.template, load_tokenizer(artefact.tokenizer))
-    write_atomic(work / "chat_template.jinja", chosen.text)
-
-
-def _settle_config(
-    config: dict[str, Any], changes: AdapterChanges, plan: MergePlan
-) -> dict[str, Any]:
-    """The base's config, updated for the new weights."""
-    stored = _name_dtypes(plan)[0]
-    settled = dict(config)
-    field = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
-    settled[field] = stored
-    parts = [settled]
-    if isinstance(config.get("text_config"), dict):
-        settled["text_config"] = dict(config["text_config"])
-        parts.append(settled["text_config"])
-    for part in parts:
-        if plan.is_untied and (part is settled or "tie_word_embeddings" in part):
-            part["tie_word_embeddings"] = False
-        if changes.vocab_size is not None and "vocab_size" in part:
-            part["vocab_size"] = changes.vocab_size
-    return settled
-
-
-def _name_dtypes(plan: MergePlan) -> tuple[str, ...]:
-    """As torch names them, by stored bytes."""
-    sizes: dict[str, int] = {}
-    for output in plan.outputs:
-        if output.dtype.is_floating_point:
-            name = str(output.dtype).removeprefix("torch.")
-            sizes[name] = sizes.get(name, 0) + output.num_bytes
-    return tuple(sorted(sizes, key=lambda name: -sizes[name]))
-
-
-def _notes(changes: AdapterChanges, plan: MergePlan) -> tuple[str, ...]:
-    notes = []
-    if plan.is_untied:
-        notes.append(
-            "The base has one matrix for embeddings and head, and the adapter changes one of "
-            "them: both are stored now, and the model is larger by that matrix."
+def _check_result(request: MergeRequest, work: Path, result: MergeResult) -> MergeResult:
+    """Publish the folder, or keep it apart where the check does not pass."""
+    verdict = None
+    if request.check is not None:
+        made = Artefact(
+            name=str(request.target),
+            kind=ArtefactKind.MODEL,
+            path=work,
+            tokenizer=work,
+            run=request.artefact.run,
         )
-    if changes.vocab_size is not None:
-        notes.append(f"The adapter has its own vocabulary of {changes.vocab_size:,} tokens.")
-    if plan.missing:
-        notes.append(
-            "The base's files hold the adapted matrices in parts, so the model was loaded whole."
-        )
-    return tuple(notes)
-
-
-def _check_result(request: MergeRequest, work: Path) -> tuple[Verdict | None, Path]:
-    if request.check is None:
-        publish_folder(work, request.target)
-        return None, request.target
-    made = Artefact(
-        name=str(request.target),
-        kind=ArtefactKind.MODEL,
-        path=work,
-        tokenizer=work,
-        run=request.artefact.run,
-    )
-    try:
         verdict = request.check(request.artefact, made)
-    except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
-        raise
-    if not verdict.is_good:
-        return verdict, reject_folder(work, request.target)
+        if not verdict.is_good:
+            rejected = reject(work, request.target)
+            update = {"path": str(rejected), "is_accepted": False, "verdict": verdict}
+            return result.model_copy(update=update)
     publish_folder(work, request.target)
-    return verdict, request.target
+    return result.model_copy(update={"verdict": verdict})
 
 
-# Merging with the whole model in memory, for files that hold the adapted matrices in parts.
+def _write_whole(request: MergeRequest, plan: MergePlan, work: Path) -> None:
+    """Merge with the whole model in memory, for files that hold the adapted matrices in parts.
 
-
-def write_whole(
-    request: MergeRequest, work: Path, missing: tuple[str, ...], *, is_tied_changed: bool
-) -> None:
-    """Mixtures of experts: transformers stacks the experts when it loads and parts them again
-    when it saves; in between peft sees the stacked matrix and can add to it."""
+    Mixtures of experts: transformers stacks the experts when it loads and parts them again when
+    it saves; in between peft sees the stacked matrix and can add to it.
+    """
     import torch
     from peft.tuners.lora import LoraLayer
 
     artefact = request.artefact
     assert artefact.base is not None
-    if is_tied_changed:
+    if plan.is_untied:
         raise InvalidInputError(
-            f"The adapter changes both {missing[0]}, which the base's files hold in parts, and a "
-            "matrix that embeddings and head share.",
+            f"The adapter changes both {plan.missing[0]}, which the base's files hold in parts, "
+            "and a matrix that embeddings and head share.",
             remedy="use the adapter as it is: tightfit chat ADAPTER",
         )
-    dtype = request.dtype or _stored_dtype(artefact.base)
+    dtype = request.dtype or plan.stored.main_dtype() or Dtype.FP32
     model: Any = load_base(
-        artefact.base, LoadRequest(weights=dtype, compute=dtype), torch.device("cpu")
+        artefact.base, Strategy(weights=dtype, compute=dtype), torch.device("cpu")
     )
     adapted: Any = load_adapter(model, artefact.path)
     layers = [module for module in adapted.modules() if isinstance(module, LoraLayer)]
@@ -402,32 +714,14 @@ def write_whole(
 
 def _merge_in_place(layer: Any) -> None:
     """In fp32, and back to what it was."""
-    import torch
-
     owner = layer.get_base_layer()
     attribute = getattr(layer, "parameter_name", "weight")
     parameter = getattr(owner, attribute)
     dtype = parameter.dtype
-    with torch.no_grad():
-        parameter.data = parameter.data.float()
-        for name, value in layer.named_parameters(recurse=True):
-            if "lora_" in name and "base_layer" not in name:
-                value.data = value.data.float()
-        layer.merge(adapter_names=[ADAPTER])
-        parameter = getattr(owner, attribute)
-        parameter.data = parameter.data.to(dtype)
-
-
-def _stored_dtype(base: Path) -> Dtype:
-    """What most of the base's bytes are."""
-    import torch
-
-    from tightfit.runtime.tensor_files import StoredWeights
-
-    names = {torch.float32: Dtype.FP32, torch.bfloat16: Dtype.BF16, torch.float16: Dtype.FP16}
-    sizes: dict[Dtype, int] = {}
-    for tensor in StoredWeights(base).tensors.values():
-        if tensor.dtype in names:
-            found = names[tensor.dtype]
-            sizes[found] = sizes.get(found, 0) + tensor.num_bytes
-    return max(sizes, key=lambda dtype: sizes[dtype], default=Dtype.FP32)
+    parameter.data = parameter.data.float()
+    for name, value in layer.named_parameters(recurse=True):
+        if "lora_" in name and "base_layer" not in name:
+            value.data = value.data.float()
+    layer.merge(adapter_names=[ADAPTER])
+    parameter = getattr(owner, attribute)
+    parameter.data = parameter.data.to(dtype)

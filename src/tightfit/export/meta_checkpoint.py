@@ -8,18 +8,17 @@ import re
 import shutil
 import tempfile
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError
+from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError, first_line
 from tightfit.core.units import GIB, MIB
-from tightfit.runtime.gguf.families import split_rotary
-from tightfit.runtime.gguf.tokenizer import write_steps
+from tightfit.runtime.gguf.file import split_rotary
+from tightfit.runtime.gguf.unpack import write_steps
 from tightfit.runtime.libraries import silence_libraries
-from tightfit.runtime.output_folder import check_room, whole_folder
-from tightfit.runtime.tensor_files import DEFAULT_SHARD_BYTES, Output, load_pickle, write_shards
+from tightfit.runtime.tensor_files import FolderPlan, Output, load_pickle
 
 if TYPE_CHECKING:
     import torch
@@ -60,10 +59,6 @@ class MetaShape:
     num_heads: int
     num_kv_heads: int
 
-    @property
-    def head_dim(self) -> int:
-        return self.dim // self.num_heads
-
 
 class MetaShards:
     """All shards at once, mapped; tensors by Meta's name, whole."""
@@ -79,27 +74,22 @@ class MetaShards:
         self._check_count(folder)
 
     @property
-    def num_shards(self) -> int:
-        return len(self._paths)
-
-    @property
     def num_bytes(self) -> int:
         return sum(path.stat().st_size for path in self._paths)
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Of the whole tensor."""
         first = self._shards[0][name]
-        rows = list(first.shape)
-        axis = self._axis(name, first)
+        shape, axis = list(first.shape), self._axis(name, first)
         if axis is not None:
-            rows[axis] *= self.num_shards
-        return tuple(rows)
+            shape[axis] *= len(self._paths)
+        return tuple(shape)
 
     def dtype_of(self, name: str) -> torch.dtype:
         return self._shards[0][name].dtype
 
     def read(self, name: str) -> Tensor:
-        """The whole tensor in memory of its own."""
+        """The whole tensor in memory of its own, queries and keys in transformers' rotary order."""
         import torch
 
         if self._held > REOPEN_BYTES:
@@ -107,11 +97,7 @@ class MetaShards:
         parts = [shard[name] for shard in self._shards]
         self._held += sum(part.numel() * part.element_size() for part in parts)
         axis = self._axis(name, parts[0])
-        return parts[0].clone() if axis is None else torch.cat(parts, dim=axis)
-
-    def read_as_transformers(self, name: str) -> Tensor:
-        """As `read`, queries and keys in transformers' rotary order."""
-        values = self.read(name)
+        values = parts[0].clone() if axis is None else torch.cat(parts, dim=axis)
         if name.endswith(".wq.weight"):
             return split_rotary(values, self._shape.num_heads)
         if name.endswith(".wk.weight"):
@@ -125,7 +111,7 @@ class MetaShards:
 
     def _axis(self, name: str, part: Tensor) -> int | None:
         """Along which axis the shards are parts of the whole; None: each has all of it."""
-        if self.num_shards == 1 or part.ndim == 1:
+        if len(self._paths) == 1 or part.ndim == 1:
             return None
         kind = name.split(".")[-2]
         if kind in _BY_ROWS:
@@ -151,9 +137,9 @@ class MetaShards:
         """The last files may be missing, which their numbers do not show."""
         rows, _ = self.shape_of("layers.0.attention.wq.weight")
         if rows != self._shape.dim:
-            needed = self._shape.dim * self.num_shards / rows
+            needed = self._shape.dim * len(self._paths) / rows
             raise InvalidInputError(
-                f"{folder} holds {self.num_shards} of {needed:g} consolidated files, or its "
+                f"{folder} holds {len(self._paths)} of {needed:g} consolidated files, or its "
                 "params.json belongs to another model.",
                 remedy="fetch all of the model's files",
             )
@@ -163,16 +149,19 @@ def list_names(num_layers: int) -> dict[str, str]:
     """Meta's names to transformers', in the order of the layers."""
     names = {"tok_embeddings.weight": _OUTER_NAMES["tok_embeddings.weight"]}
     for layer in range(num_layers):
-        for theirs, ours in _LAYER_NAMES.items():
-            names[f"layers.{layer}.{theirs}"] = f"model.layers.{layer}.{ours}"
+        names |= {
+            f"layers.{layer}.{theirs}": f"model.layers.{layer}.{ours}"
+            for theirs, ours in _LAYER_NAMES.items()
+        }
     return names | _OUTER_NAMES
 
 
 def _check_files(paths: list[Path], folder: Path) -> None:
     numbers = [int(found[1]) for path in paths if (found := re.search(r"\.(\d+)\.pth$", path.name))]
     if not paths or numbers != list(range(len(paths))):
+        gap = next(i for i in range(len(numbers) + 1) if i not in numbers)
         raise InvalidInputError(
-            f"{folder} lacks consolidated.{_first_gap(numbers):02}.pth.",
+            f"{folder} lacks consolidated.{gap:02}.pth.",
             remedy="fetch all of the model's files",
         )
     for path in paths:
@@ -181,10 +170,6 @@ def _check_files(paths: list[Path], folder: Path) -> None:
             raise InvalidInputError(
                 f"{path} is cut short, or no file of torch.", remedy="fetch the file again"
             )
-
-
-def _first_gap(numbers: list[int]) -> int:
-    return next(i for i in range(len(numbers) + 1) if i not in numbers)
 
 
 # The tokenizer: tokenizer.model, SentencePiece's or tiktoken's format, as a tokenizer.json.
@@ -230,7 +215,7 @@ def is_tiktoken(path: Path) -> bool:
 
 
 def write_tokenizer(source: Path, folder: Path, *, is_scaled: bool) -> dict[str, Any]:
-    """Write tokenizer.json and tokenizer_config.json; returns the numbers of the marks."""
+    """Write tokenizer.json and tokenizer_config.json; returns the special tokens' numbers."""
     if is_tiktoken(source):
         return _write_tiktoken(source, folder, _LLAMA_3_1 if is_scaled else _LLAMA_3)
     return _write_sentencepiece(source, folder)
@@ -239,7 +224,13 @@ def write_tokenizer(source: Path, folder: Path, *, is_scaled: bool) -> dict[str,
 def _write_tiktoken(source: Path, folder: Path, special: tuple[str, ...]) -> dict[str, Any]:
     from tokenizers import AddedToken, Tokenizer, decoders, models, processors
 
-    ranks = _read_ranks(source)
+    try:
+        pairs = [line.split() for line in source.read_bytes().splitlines() if line.strip()]
+        ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
+    except ValueError as error:
+        raise InvalidInputError(
+            f"{source} is no tiktoken file: {error}.", remedy="fetch the file again"
+        ) from error
     spare = [f"<|reserved_special_token_{number}|>" for number in range(_NUM_SPECIAL)]
     names = list(dict.fromkeys([*special, *spare]))[:_NUM_SPECIAL]
     vocab, merges = _as_merges(ranks)
@@ -261,22 +252,8 @@ def _write_tiktoken(source: Path, folder: Path, special: tuple[str, ...]) -> dic
     _write(folder, document, named)
     ends = ("<|end_of_text|>", "<|eom_id|>", "<|eot_id|>")
     stops = [tokenizer.token_to_id(name) for name in ends if name in names]
-    return {
-        "bos_token_id": begin,
-        "eos_token_id": stops,
-        "pad_token_id": tokenizer.token_to_id(pad) if pad in names else None,
-    }
-
-
-def _read_ranks(path: Path) -> dict[bytes, int]:
-    try:
-        lines = path.read_bytes().splitlines()
-        pairs = [line.split() for line in lines if line.strip()]
-        return {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
-    except ValueError as error:
-        raise InvalidInputError(
-            f"{path} is no tiktoken file: {error}.", remedy="fetch the file again"
-        ) from error
+    special_ids = {"bos_token_id": begin, "eos_token_id": stops}
+    return special_ids | ({"pad_token_id": tokenizer.token_to_id(pad)} if pad in names else {})
 
 
 def _as_merges(ranks: dict[bytes, int]) -> tuple[dict[str, int], list[tuple[str, str]]]:
@@ -308,22 +285,6 @@ def _byte_letters() -> list[str]:
 
 def _write_sentencepiece(source: Path, folder: Path) -> dict[str, Any]:
     """Pieces and merges from transformers' converter; spaces as SentencePiece itself has them."""
-    document = _convert_pieces(source)
-    document["normalizer"] = {
-        "type": "Sequence",
-        "normalizers": [
-            {"type": "Prepend", "prepend": _SPACE},
-            {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE},
-        ],
-    }
-    document["pre_tokenizer"] = None
-    named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-    _write(folder, document, named)
-    shutil.copyfile(source, folder / "tokenizer.model")
-    return {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
-
-
-def _convert_pieces(source: Path) -> dict[str, Any]:
     from transformers import AutoTokenizer
 
     silence_libraries()
@@ -338,8 +299,8 @@ def _convert_pieces(source: Path) -> dict[str, Any]:
             document: dict[str, Any] = json.loads(tokenizer.backend_tokenizer.to_str())
         except ImportError as error:
             raise SetupError(
-                "Reading a SentencePiece tokenizer needs a package that is missing: "
-                f"{str(error).strip().splitlines()[0]}",
+                f"Reading a SentencePiece tokenizer needs a package that is missing: "
+                f"{first_line(error)}.",
                 remedy="pip install sentencepiece protobuf",
             ) from error
         except Exception as error:  # the parser of the format raises its own kinds
@@ -347,7 +308,17 @@ def _convert_pieces(source: Path) -> dict[str, Any]:
                 f"{source} is neither a SentencePiece nor a tiktoken file ({error}).",
                 remedy="fetch the file again",
             ) from error
-    return document
+    document["normalizer"] = {
+        "type": "Sequence",
+        "normalizers": [
+            {"type": "Prepend", "prepend": _SPACE},
+            {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE},
+        ],
+    }
+    document["pre_tokenizer"] = None
+    _write(folder, document, {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"})
+    shutil.copyfile(source, folder / "tokenizer.model")
+    return {"bos_token_id": 1, "eos_token_id": 2}
 
 
 def _write(folder: Path, document: dict[str, Any], named: dict[str, str]) -> None:
@@ -375,103 +346,61 @@ _FACTOR, _FACTOR_OF_SMALL = 8.0, 32.0
 """Llama 3.1 and 3.3; Llama 3.2's 1B and 3B, the only ones with a tied head."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MetaPlan:
-    """A planned conversion of a Meta folder."""
-
-    source: Path
-    shards: MetaShards
-    config: dict[str, Any]
-    outputs: tuple[Output, ...]
-    is_scaled: bool
-    notes: tuple[str, ...]
-
-    @property
-    def disk_bytes(self) -> int:
-        return sum(output.num_bytes for output in self.outputs) + 32 * MIB
-
-    @property
-    def extra_bytes(self) -> int:
-        """One tensor put together, rearranged and cast, and the mapped pages it came from."""
-        largest = max(output.num_bytes for output in self.outputs)
-        return 3 * largest + min(REOPEN_BYTES, self.shards.num_bytes) + TOKENIZER_BYTES
-
-
-def is_meta_folder(folder: Path) -> bool:
-    return (folder / "params.json").is_file() and any(folder.glob("consolidated.*.pth"))
-
-
-def plan_meta(source: Path, dtype: torch.dtype | None = None) -> MetaPlan:
-    """Read params.json, look at every shard's names and shapes, and refuse what does not agree."""
-    params = _read_params(source)
-    shape = _read_shape(params, source)
-    if not (source / "tokenizer.model").is_file():
+def plan_meta(source: Path, dtype: torch.dtype | None = None) -> FolderPlan:
+    """Read params.json, check every shard's names and shapes, and refuse what does not agree."""
+    params, shape = _read_params(source)
+    tokenizer = source / "tokenizer.model"
+    if not tokenizer.is_file():
         raise NotFoundError(
             f"{source} has no tokenizer.model.",
             remedy="copy it there; Meta puts it beside the models' folders",
         )
     shards = MetaShards(source, shape)
+    wanted = dtype or shards.dtype_of("layers.0.attention.wq.weight")
     is_tied = _is_tied(shards)
     width, _ = shards.shape_of("layers.0.feed_forward.w1.weight")
     _check_width(params, shape, width)
-    is_scaled = bool(params.get("use_scaled_rope", False))
     config, notes = _make_config(params, shape, source=source, is_tied=is_tied)
     vocab_size, _ = shards.shape_of("tok_embeddings.weight")
-    stored = shards.dtype_of("layers.0.attention.wq.weight")
     config |= {"vocab_size": vocab_size, "intermediate_size": width}
-    config["dtype"] = str(dtype or stored).removeprefix("torch.")
-    return MetaPlan(
-        source=source,
-        shards=shards,
-        config=config,
-        outputs=tuple(_list_outputs(shards, shape, dtype or stored, is_tied=is_tied)),
-        is_scaled=is_scaled,
+    config["dtype"] = str(wanted).removeprefix("torch.")
+    meta_names = {ours: theirs for theirs, ours in list_names(shape.num_layers).items()}
+    if is_tied:
+        del meta_names["lm_head.weight"]
+    outputs = tuple(
+        Output(name=ours, shape=shards.shape_of(theirs), dtype=wanted)
+        for ours, theirs in meta_names.items()
+    )
+
+    def produce(output: Output) -> torch.Tensor:
+        values = shards.read(meta_names[output.name])
+        return values.to(output.dtype).contiguous()
+
+    def write_others(folder: Path) -> None:
+        is_scaled = bool(params.get("use_scaled_rope", False))
+        special = write_tokenizer(tokenizer, folder, is_scaled=is_scaled)
+        for name, content in (("config", config | special), ("generation_config", special)):
+            (folder / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
+
+    # One tensor put together, rearranged and cast, and the mapped pages it came from.
+    largest = max(output.num_bytes for output in outputs)
+    return FolderPlan(
+        outputs=outputs,
+        produce=produce,
+        write_others=write_others,
+        extra_bytes=3 * largest + min(REOPEN_BYTES, shards.num_bytes) + TOKENIZER_BYTES,
         notes=tuple(notes),
     )
 
 
-def write_meta(
-    plan: MetaPlan,
-    target: Path,
-    *,
-    max_shard_bytes: int = DEFAULT_SHARD_BYTES,
-    watch: Callable[[str, int, int], None] | None = None,
-) -> None:
-    """Fill the folder under another name, then give it its own."""
-    check_room(target, plan.disk_bytes)
-    meta_names = {ours: theirs for theirs, ours in list_names(_num_layers(plan)).items()}
-    total, done = sum(output.num_bytes for output in plan.outputs), 0
-
-    def produce(output: Output) -> torch.Tensor:
-        values = plan.shards.read_as_transformers(meta_names[output.name])
-        return values.to(output.dtype).contiguous()
-
-    def count(num_bytes: int) -> None:
-        nonlocal done
-        done += num_bytes
-        if watch is not None:
-            watch("writing", done, total)
-
-    with whole_folder(target) as work:
-        stated = write_tokenizer(plan.source / "tokenizer.model", work, is_scaled=plan.is_scaled)
-        marks = {name: number for name, number in stated.items() if number is not None}
-        _write_json(work / "config.json", plan.config | marks)
-        _write_json(work / "generation_config.json", marks)
-        write_shards(work, plan.outputs, produce, max_shard_bytes=max_shard_bytes, report=count)
-
-
-def _read_params(source: Path) -> dict[str, Any]:
+def _read_params(source: Path) -> tuple[dict[str, Any], MetaShape]:
     path = source / "params.json"
     try:
-        params = json.loads(path.read_bytes())
-        return dict(params)
+        params = dict(json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError) as error:
         raise InvalidInputError(
             f"{path} cannot be read ({error}).", remedy="fetch the file again"
         ) from error
-
-
-def _read_shape(params: dict[str, Any], source: Path) -> MetaShape:
     if "vision_chunk_size" in params or "moe_args" in params:
         raise InvalidInputError(
             f"{source} is a model with pictures or experts, which cannot be converted.",
@@ -479,7 +408,7 @@ def _read_shape(params: dict[str, Any], source: Path) -> MetaShape:
         )
     try:
         num_heads = int(params["n_heads"])
-        return MetaShape(
+        return params, MetaShape(
             dim=int(params["dim"]),
             num_layers=int(params["n_layers"]),
             num_heads=num_heads,
@@ -487,7 +416,7 @@ def _read_shape(params: dict[str, Any], source: Path) -> MetaShape:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise InvalidInputError(
-            f"{source / 'params.json'} does not say {error}.", remedy="fetch the file again"
+            f"{path} does not say {error}.", remedy="fetch the file again"
         ) from error
 
 
@@ -512,9 +441,10 @@ def feed_forward_width(dim: int, *, multiple_of: int, multiplier: float | None =
 def _check_width(params: dict[str, Any], shape: MetaShape, found: int) -> None:
     if "multiple_of" not in params:
         return
-    multiplier = params.get("ffn_dim_multiplier")
     expected = feed_forward_width(
-        shape.dim, multiple_of=int(params["multiple_of"]), multiplier=multiplier
+        shape.dim,
+        multiple_of=int(params["multiple_of"]),
+        multiplier=params.get("ffn_dim_multiplier"),
     )
     if expected != found:
         raise InvalidInputError(
@@ -543,7 +473,7 @@ def _make_config(
         "num_hidden_layers": shape.num_layers,
         "num_attention_heads": shape.num_heads,
         "num_key_value_heads": shape.num_kv_heads,
-        "head_dim": shape.head_dim,
+        "head_dim": shape.dim // shape.num_heads,
         "hidden_act": "silu",
         "rms_norm_eps": float(params.get("norm_eps", 1e-5)),
         "rope_theta": theta,
@@ -575,22 +505,3 @@ def _release(
     is_first = float(params.get("norm_eps", 1e-5)) < 5e-6
     is_first = is_first or (shape.dim == 8192 and shape.num_kv_heads == shape.num_heads)
     return (2048, "Llama 1") if is_first else (4096, "Llama 2")
-
-
-def _list_outputs(
-    shards: MetaShards, shape: MetaShape, dtype: torch.dtype, *, is_tied: bool
-) -> list[Output]:
-    names = list_names(shape.num_layers)
-    return [
-        Output(name=ours, shape=shards.shape_of(theirs), dtype=dtype)
-        for theirs, ours in names.items()
-        if not (is_tied and ours == "lm_head.weight")
-    ]
-
-
-def _num_layers(plan: MetaPlan) -> int:
-    return int(plan.config["num_hidden_layers"])
-
-
-def _write_json(path: Path, content: dict[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n")

@@ -16,25 +16,32 @@ from typing import TYPE_CHECKING
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.strategy import Strategy
-from tightfit.engines.transformers.rows import KV_MEMORY_FRACTION, MAX_GPU_SLOTS
+from tightfit.engines.transformers.rows import count_gpu_slots
 from tightfit.estimation.inference import (
-    HOST_KERNEL_SECONDS,
-    HOST_KERNELS_PER_LAYER,
+    WHOLE_HOST,
+    HostShare,
     InferenceJob,
+    add_host_time,
     estimate_inference,
     kv_row_bytes,
 )
 from tightfit.estimation.weights import estimate_weight_bytes
-from tightfit.farming.worker_pool import NodeType, WorkerBackend, WorkerGroup, make_local_group
+from tightfit.farming.worker_pool import (
+    NodeType,
+    WorkerBackend,
+    WorkerGroup,
+    make_local_group,
+    share_threads,
+)
 from tightfit.hardware.machine import read_machine
 from tightfit.hardware.types import Gpu
 from tightfit.models.spec import ModelSpec
-from tightfit.runs.measured_rates import AnswerRate, read_calibration, read_rates, record_rate
-from tightfit.serving.generate.measure import count_threads
+from tightfit.runs.store import AnswerRate, read_calibration, read_rates, record_rate
+from tightfit.serving.generate.prediction import InferencePrediction, share_cores
+from tightfit.serving.generate.run import count_threads
 
 if TYPE_CHECKING:
-    from tightfit.farming.statistics import FarmStatistics, NodeStatistics
-    from tightfit.serving.generate.prediction import InferencePrediction
+    from tightfit.farming.statistics import FarmStatistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +60,6 @@ class Bounds:
     def seconds_for(self, amount: float) -> Bounds:
         """The seconds that an amount takes at this rate."""
         return Bounds(amount / self.high, amount / self.low)
-
-
-def sum_bounds(parts: Iterable[Bounds]) -> Bounds:
-    return sum(parts, Bounds(0.0, 0.0))
-
-
-def bounds_of(values: Iterable[float]) -> Bounds:
-    """The range of at least one value."""
-    found = sorted(values)
-    return Bounds(found[0], found[-1])
 
 
 # The prediction for this machine, adapted to the devices of the workers.
@@ -113,13 +110,11 @@ def adapt_job_to_gpu(prediction: InferencePrediction, gpu: Gpu) -> InferenceJob:
     if prediction.choice.engine != "llama.cpp":
         size = estimate_weight_bytes(spec, Strategy(weights=compute, compute=compute)).total
     each = kv_row_bytes(spec, max(1, job.num_columns), compute.value_bytes)
-    free = max(0, gpu.memory_bytes - size)
-    slots = max(1, min(MAX_GPU_SLOTS, int(free * KV_MEMORY_FRACTION // max(1, each))))
     return replace(
         job,
         weight_bytes=size,
         compute=compute,
-        num_slots=slots,
+        num_slots=count_gpu_slots(gpu.memory_bytes - size, each),
         kv_value_bytes=compute.value_bytes,
         expands_heads=False,
         replays_steps=prediction.choice.engine == "transformers",
@@ -154,7 +149,8 @@ class EstimateBasis(str, Enum):
 def work_key(spec: ModelSpec, engine: str, job: InferenceJob) -> str:
     """The same for every copy of a model with the same weights in the same engine."""
     facts = f"{spec.num_params} {spec.num_layers} {spec.hidden_size} {spec.vocab_size}"
-    facts += f" {job.weight_bytes} {job.compute.value}"
+    # With the version of the closed forms: what runs reached is kept as a share of these.
+    facts += f" {job.weight_bytes} {job.compute.value} 2"
     return f"{engine}-{hashlib.blake2b(facts.encode(), digest_size=8).hexdigest()}"
 
 
@@ -182,14 +178,13 @@ def record_farm_rates(estimate: FarmEstimate, facts: FarmStatistics) -> None:
         nodes = [node for node in facts.nodes if node.partition == group]
         is_whole = sum(node.num_workers for node in nodes) == kind.num_workers
         if not others and is_whole and not any(node.num_lost_workers for node in nodes):
-            _record_group_rate(kind, nodes)
-
-
-def _record_group_rate(kind: NodeTypeEstimate, nodes: Sequence[NodeStatistics]) -> None:
-    num_new = sum(node.num_new_tokens for node in nodes)
-    rate = sum(node.new_tokens_per_second or 0.0 for node in nodes)
-    load = sum(node.load_seconds for node in nodes) / kind.num_workers
-    record_node_rate(kind, num_new=num_new, rate=rate, start_seconds=load + PROCESS_SECONDS)
+            load = sum(node.load_seconds for node in nodes) / kind.num_workers
+            record_node_rate(
+                kind,
+                num_new=sum(node.num_new_tokens for node in nodes),
+                rate=sum(node.new_tokens_per_second or 0.0 for node in nodes),
+                start_seconds=load + PROCESS_SECONDS,
+            )
 
 
 def record_node_rate(
@@ -213,9 +208,6 @@ def record_node_rate(
     )
 
 
-HOST_TOKEN_SECONDS = 150e-6
-"""Choosing, decoding and handing on one token: 0.1 ms greedy and 0.17 ms drawn, in an engine of
-ours with 2 layers on a CPU; it explains half of what a card with 64 slots falls short by."""
 PREDICTED_FRACTIONS = Bounds(0.4, 1.25)
 """What runs reached of a prediction: 0.41 to 0.60 on our H200 (benchmarks/results,
 h200_generation.json), 0.5 to 1.3 with small models on two cores that others used too."""
@@ -223,6 +215,8 @@ MEASURED_FRACTIONS = Bounds(0.8, 1.2)
 """Between two runs of the same, on machines that are not ours alone."""
 START_SECONDS = Bounds(4.0, 30.0)
 """A process that imports torch and the rest: from a warm cache, and from a slow shared disk."""
+IMPORT_SECONDS = 12.0
+"""Of one core, for a start: 8 s of processor time were measured with a model of 2 layers."""
 LOAD_BYTES_PER_SECOND = Bounds(0.2e9, 4e9)
 """From a busy file server, and from the page cache."""
 
@@ -283,13 +277,16 @@ def estimate_farm(
 
     Leaves out waiting in the queue, and answers that end early.
     """
+    if not amount.num_answers:
+        return FarmEstimate(num_answers=0, types=())
     types = tuple(
         _estimate_type(group, kind, prediction, amount)
         for group in groups
         for kind in _limit_node_types(group)
     )
     known = [kind for kind in types if kind.new_tokens_per_second is not None]
-    rate = sum_bounds(kind.new_tokens_per_second for kind in known if kind.new_tokens_per_second)
+    rates = [kind.new_tokens_per_second for kind in known if kind.new_tokens_per_second]
+    rate = sum(rates, Bounds(0.0, 0.0))
     starts = [kind.start_seconds for kind in known if kind.start_seconds is not None]
     if not known or rate.low <= 0:
         return FarmEstimate(num_answers=amount.num_answers, types=types)
@@ -342,9 +339,13 @@ def _estimate_type(
     if prediction is None or (kind.gpu is None and kind.name != "CPU"):
         return unknown
     gpu = prediction.gpu if kind.gpu is None else kind.gpu
-    job = _fill(adapt_job_to_gpu(prediction, gpu), amount.num_answers, kind.num_workers)
-    width = count_equivalent_workers(kind, prediction, amount.threads)
-    rate = width * predict_rate(prediction, job, gpu)
+    job = adapt_job_to_gpu(prediction, gpu)
+    # No more slots than there are answers for each worker: an empty one makes nothing faster.
+    most_slots = ceil(amount.num_answers / kind.num_workers)
+    job = replace(job, num_slots=max(1, min(job.num_slots, most_slots)))
+    width = count_equivalent_workers(kind, prediction, amount.threads) / kind.num_workers
+    share = _share_host(group, gpu, amount.threads)
+    rate = kind.num_workers * predict_rate(prediction, job, gpu, width=width, share=share)
     if not rate:
         return unknown
     work = work_key(prediction.spec, prediction.choice.engine, job)
@@ -354,7 +355,8 @@ def _estimate_type(
     if rows:
         expected, basis = _widen(row.fraction * rate for row in rows), EstimateBasis.MEASURED
     elif (measured := calibrated_gpu(group, gpu, amount.threads)) is not None:
-        rated = width * predict_rate(prediction, job, measured)
+        rated = predict_rate(prediction, job, measured, width=width, share=share)
+        rated *= kind.num_workers
         expected, basis = PREDICTED_FRACTIONS.scaled(rated), EstimateBasis.CALIBRATED
     starts = [row.start_seconds for row in rows if row.start_seconds is not None]
     return replace(
@@ -363,32 +365,52 @@ def _estimate_type(
         remembered_as=remembered_as,
         predicted_tokens_per_second=rate,
         new_tokens_per_second=expected,
-        start_seconds=_widen(starts) if starts else _predict_start(job),
+        start_seconds=_widen(starts)
+        if starts
+        else _expect_start(share) + LOAD_BYTES_PER_SECOND.seconds_for(job.weight_bytes),
         basis=basis,
     )
 
 
-def predict_rate(prediction: InferencePrediction, job: InferenceJob, gpu: Gpu) -> float:
-    """New tokens a second of one worker, the host's own time for them included; 0: no room."""
+def _share_host(group: WorkerGroup, gpu: Gpu, threads: int | None) -> HostShare:
+    """Of this machine's cores; a node elsewhere has its own, of which nothing is known here."""
+    if group.kind is not WorkerBackend.LOCAL or not gpu.is_cpu:
+        return WHOLE_HOST
+    num_threads = threads or share_threads(group) or count_threads(None)
+    return share_cores(num_threads, num_workers=group.num_workers)
+
+
+def _expect_start(share: HostShare) -> Bounds:
+    """Python imports with one thread: on cores that others want, it takes its turn."""
+    waiting = IMPORT_SECONDS * (share.threads_per_core - 1)
+    return Bounds(START_SECONDS.low, START_SECONDS.high + waiting)
+
+
+def predict_rate(
+    prediction: InferencePrediction,
+    job: InferenceJob,
+    gpu: Gpu,
+    *,
+    width: float,
+    share: HostShare,
+) -> float:
+    """New tokens a second of one worker, the host's own time for them included; 0: no room.
+
+    `width`: the share of the device that the worker has.
+    """
     estimate = estimate_inference(prediction.spec, job, gpu)
     if estimate.peak_bytes > gpu.memory_bytes and not gpu.is_cpu:
         return 0.0
-    host = HOST_TOKEN_SECONDS
-    if gpu.is_cpu and prediction.choice.engine == "transformers":
-        layer = HOST_KERNELS_PER_LAYER * HOST_KERNEL_SECONDS
-        host += prediction.spec.num_layers * layer / job.num_slots
-    return 1 / (1 / estimate.new_tokens_per_second + host)
-
-
-def _fill(job: InferenceJob, num_answers: int, num_workers: int) -> InferenceJob:
-    """No more slots than there are answers for each worker: an empty one makes nothing faster."""
-    return replace(job, num_slots=max(1, min(job.num_slots, ceil(num_answers / num_workers))))
+    return add_host_time(
+        prediction.spec,
+        job,
+        width * estimate.new_tokens_per_second,
+        drives_layers=gpu.is_cpu and prediction.choice.engine == "transformers",
+        share=share,
+    )
 
 
 def _widen(values: Iterable[float]) -> Bounds:
-    found = bounds_of(values)
-    return Bounds(found.low * MEASURED_FRACTIONS.low, found.high * MEASURED_FRACTIONS.high)
-
-
-def _predict_start(job: InferenceJob) -> Bounds:
-    return START_SECONDS + LOAD_BYTES_PER_SECOND.seconds_for(job.weight_bytes)
+    """The range of measured values, with the difference that two runs may have."""
+    found = sorted(values)
+    return Bounds(found[0] * MEASURED_FRACTIONS.low, found[-1] * MEASURED_FRACTIONS.high)

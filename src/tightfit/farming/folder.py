@@ -21,7 +21,7 @@ from tightfit.core.frozen import Frozen
 from tightfit.core.sampling import Sampling
 from tightfit.data.formats import Message
 from tightfit.engines.open import EngineRequest
-from tightfit.runtime.artefacts import find_artefact
+from tightfit.runtime.model_files import find_artefact
 from tightfit.serving.generate.journal import to_json_line
 from tightfit.serving.generate.prompts import Prompt
 
@@ -116,7 +116,14 @@ def write_snapshot(folder: Path, shape: ChunkLayout, prompts: Sequence[Prompt]) 
         for chunk in range(shape.num_chunks):
             index.write(_OFFSET.pack(rows.tell()))
             for number in shape.prompts_of(chunk):
-                rows.write(_prompt_to_line(prompts[number]))
+                prompt = prompts[number]
+                facts = {
+                    "index": prompt.index,
+                    "place": prompt.place,
+                    "messages": prompt.messages,
+                    "columns": prompt.columns,
+                }
+                rows.write(to_json_line(facts) + b"\n")
         index.write(_OFFSET.pack(rows.tell()))
         for stream in (rows, index):
             stream.flush()
@@ -124,7 +131,7 @@ def write_snapshot(folder: Path, shape: ChunkLayout, prompts: Sequence[Prompt]) 
 
 
 class PromptSnapshot:
-    """Chunks of prompts, each read where it lies."""
+    """Chunks of prompts, read from the copy."""
 
     def __init__(self, folder: Path) -> None:
         self._rows = os.open(folder / PROMPTS_FILE, os.O_RDONLY | os.O_CLOEXEC)
@@ -137,36 +144,34 @@ class PromptSnapshot:
                 f"The farm's copy of the prompts ends before chunk {chunk}.",
                 remedy="--fresh begins again",
             )
-        start, end = _OFFSET.unpack(found[:8])[0], _OFFSET.unpack(found[8:])[0]
+        (start,), (end,) = _OFFSET.iter_unpack(found)
         pieces = []
         while start < end and (piece := os.pread(self._rows, end - start, start)):
             pieces.append(piece)
             start += len(piece)
-        return [_prompt_from_line(line) for line in b"".join(pieces).split(b"\n") if line]
+        rows = [json.loads(line) for line in b"".join(pieces).split(b"\n") if line]
+        return [
+            Prompt(
+                index=row["index"],
+                place=row["place"],
+                messages=tuple(Message(*turn) for turn in row["messages"]),
+                columns=row.get("columns", {}),
+            )
+            for row in rows
+        ]
 
     def close(self) -> None:
         for handle in (self._rows, self._index):
             os.close(handle)
 
 
-def _prompt_to_line(prompt: Prompt) -> bytes:
-    facts = {"index": prompt.index, "place": prompt.place, "messages": list(prompt.messages)}
-    return to_json_line(facts) + b"\n"
-
-
-def _prompt_from_line(line: bytes) -> Prompt:
-    facts = json.loads(line)
-    messages = tuple(Message(*turn) for turn in facts["messages"])
-    return Prompt(index=facts["index"], place=facts["place"], messages=messages)
-
-
 LEASE_SECONDS = 60.0
-"""A worker that says nothing for so long is taken for dead."""
+"""A worker without a heartbeat for so long counts as dead."""
 FOLDERS = ("lease", "done", "taken", "full", "tmp", "workers", "suspect", "logs")
 
 
 class EngineSettings(Frozen):
-    """What a worker loads, by names that mean the same on every node."""
+    """The model and how a worker loads it, by names that mean the same on every node."""
 
     model: str
     engine: str = "auto"
@@ -189,16 +194,11 @@ def describe_engine(request: EngineRequest) -> EngineSettings:
     template = request.template
     if template is not None and Path(template).is_file():
         template = str(Path(template).absolute())
+    same = EngineSettings.model_fields.keys() - {"model", "template"}
     return EngineSettings(
         model=str(named.absolute()) if named.exists() else request.artefact.name,
-        engine=request.engine,
-        weights=request.weights,
-        device=request.device,
-        context=request.context,
-        slots=request.slots,
-        threads=request.threads,
-        hosts=request.hosts,
         template=template,
+        **{name: getattr(request, name) for name in same},
     )
 
 

@@ -6,16 +6,27 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, ValidationError
 
 from tightfit.core.frozen import Frozen
-from tightfit.farming.in_flight import WorkerIdentity
 from tightfit.farming.leases import FINISHED, LeaseReason, Leases
 from tightfit.farming.results import ChunkHeader
 from tightfit.farming.store import Store, is_farm_removed
+from tightfit.farming.usage import WorkerUsage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerIdentity:
+    """Who a worker is."""
+
+    worker: str
+    node: str
+    partition: str
+    job: str | None = None
 
 
 class WorkerStatus(Frozen):
@@ -40,7 +51,7 @@ class WorkerStatus(Frozen):
     busy_seconds: NonNegativeFloat = 0.0
     idle_seconds: NonNegativeFloat = 0.0
     num_leases: NonNegativeInt = 0
-    """Held now."""
+    """At present."""
     num_chunks: NonNegativeInt = 0
     num_answers: NonNegativeInt = 0
     num_failed: NonNegativeInt = 0
@@ -50,14 +61,12 @@ class WorkerStatus(Frozen):
     """Chunks that another had published first."""
     taken_over: dict[LeaseReason, int] = Field(default_factory=dict)
     error: str | None = None
+    usage: WorkerUsage | None = None
+    """Of a worker that worked to the end."""
 
 
 def status_path(worker: str) -> str:
     return f"workers/{worker}.json"
-
-
-def write_status(store: Store, status: WorkerStatus) -> None:
-    store.replace(status_path(status.worker), status.model_dump_json().encode())
 
 
 def read_statuses(folder: Path) -> list[WorkerStatus]:
@@ -129,10 +138,9 @@ class Heartbeat:
                 self._add("num_discarded", 1)
                 return
             self._add("num_chunks", 1)
-            self._add("num_answers", head.num_answers)
             self._add("num_failed", len(head.failures))
-            self._add("num_prompt_tokens", head.num_prompt_tokens)
-            self._add("num_new_tokens", head.num_new_tokens)
+            for name in ("num_answers", "num_prompt_tokens", "num_new_tokens"):
+                self._add(name, getattr(head, name))
             self._facts["last_commit_s"] = self._now_s
 
     @contextlib.contextmanager
@@ -150,16 +158,8 @@ class Heartbeat:
     def write(self) -> None:
         with self._lock:
             self._settle()
-            who = self._identity
-            status = WorkerStatus(
-                worker=who.worker,
-                node=who.node,
-                partition=who.partition,
-                job=who.job,
-                reported_s=self._now_s,
-                **self._facts,
-            )
-        write_status(self._store, status)
+            status = WorkerStatus(**asdict(self._identity), reported_s=self._now_s, **self._facts)
+        self._store.replace(status_path(status.worker), status.model_dump_json().encode())
 
     def _beat(self, is_over: threading.Event, stop: Callable[[], None]) -> None:
         while not is_over.wait(self._every_s):
@@ -168,16 +168,12 @@ class Heartbeat:
                 self.write()
                 if self._store.look(FINISHED) is not None:
                     stop()
-                    self._wait(is_over)
+                    is_over.wait(self._every_s)  # nothing is left to do but to end
             except OSError as error:
                 if is_farm_removed(error):
                     stop()
                     return
                 # Else storage that hiccups: the lease lasts for several beats.
-
-    def _wait(self, is_over: threading.Event) -> None:
-        """Nothing is left to do but to end."""
-        is_over.wait(self._every_s)
 
     def _settle(self) -> None:
         if self._since is not None:

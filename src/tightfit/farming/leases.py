@@ -1,4 +1,4 @@
-"""Who does which chunk: claimed by exclusive creation, taken over from the dead, committed once.
+"""Leases of chunks: claimed by exclusive creation, taken over from the dead, committed once.
 
 Nothing is ever deleted or locked. A lease is a file `<chunk>.<generation>` that names its worker;
 it is taken over by creating the next generation, so that of many who try, one wins, and a worker
@@ -43,7 +43,7 @@ DEATHS_TO_QUARANTINE = 3
 
 
 class LeaseReason(str, Enum):
-    """How a lease came about."""
+    """Why a lease was made."""
 
     FRESH = "fresh"
     DEAD = "dead"
@@ -62,7 +62,7 @@ class LeaveReason(str, Enum):
 
 
 class LeaseRecord(Frozen):
-    """What a lease file says."""
+    """The content of a lease file."""
 
     worker: str
     why: LeaseReason = LeaseReason.FRESH
@@ -119,11 +119,11 @@ class Leases:
         self._store.create(heartbeat_path(self.worker))
 
     def beat(self) -> float:
-        """Say that we live; the time on the file server."""
+        """Report that we are alive; the time on the file server."""
         return self._store.beat(heartbeat_path(self.worker))
 
     def leave(self, why: LeaveReason) -> None:
-        """Give back every lease at once."""
+        """Return every lease at once."""
         self._store.replace(heartbeat_path(self.worker), why.value.encode())
 
     def claim_fresh(self) -> Lease | None:
@@ -151,7 +151,7 @@ class Leases:
         `own_seconds`: what a chunk takes us; None: not known, and nobody is slow.
         """
         now_s = self.beat()  # before the others are read: they can only look younger
-        beats: dict[str, _Liveness] = {}
+        reasons: dict[str, LeaseReason | None] = {}
         for bucket in self._look_through():
             done = numbers_in(self._store.names(done_folder(bucket)))
             chunks = [chunk for chunk in self._shape.chunks_of(bucket) if chunk not in done]
@@ -162,7 +162,7 @@ class Leases:
             self._rng.shuffle(chunks)
             for chunk in chunks:
                 generation = newest.get(chunk, -1)
-                note = self._judge(chunk, generation, now_s, own_seconds, beats)
+                note = self._judge(chunk, generation, now_s, own_seconds, reasons)
                 lease = None if note is None else self._create(chunk, generation + 1, note)
                 if lease is not None:
                     return lease
@@ -184,7 +184,11 @@ class Leases:
     def _open_bucket(self) -> bool:
         """Find a bucket with chunks that nobody has had; False where there is none."""
         while True:
-            bucket = self._choose_untaken()
+            # By what we know; all marks are listed only where that led us astray.
+            if self._num_misses >= MAX_MISSES or len(self._taken) == self._shape.num_buckets:
+                self._taken |= numbers_in(self._store.names("taken"))
+                self._num_misses = 0
+            bucket = self._pick(self._taken)
             if bucket is None:
                 return False
             leased = newest_generations(self._store.names(lease_folder(bucket)))
@@ -199,13 +203,6 @@ class Leases:
                 return True
             self._mark("taken", bucket)
             self._num_misses += 1
-
-    def _choose_untaken(self) -> int | None:
-        """By what we know; all marks are listed only where that led us astray."""
-        if self._num_misses >= MAX_MISSES or len(self._taken) == self._shape.num_buckets:
-            self._taken |= numbers_in(self._store.names("taken"))
-            self._num_misses = 0
-        return self._pick(self._taken)
 
     def _look_through(self) -> Iterator[int]:
         """A few buckets that are not full as far as we know; where all of them were, all marks."""
@@ -234,42 +231,43 @@ class Leases:
         generation: int,
         now_s: float,
         own_seconds: float | None,
-        beats: dict[str, _Liveness],
+        reasons: dict[str, LeaseReason | None],
     ) -> LeaseRecord | None:
-        """What we would take the chunk over as; None where it is in good hands."""
+        """The record to take the chunk over with; None where its worker goes on.
+
+        `reasons` keeps what was found of each worker.
+        """
         if generation < 0:
             return LeaseRecord(worker=self.worker)
         seen = self._store.look(lease_path(self._shape, chunk, generation))
         if seen is None:
             return None  # a cached listing: seen at the next scan
-        held = _read_lease_record(seen.content)
-        if held is None:  # died between making the file and writing it, or is about to write
+        try:
+            old = LeaseRecord.model_validate_json(seen.content)
+        except ValidationError:  # died between making the file and writing it, or is about to write
             is_dead = now_s - seen.mtime_s > self._seconds
             return LeaseRecord(worker=self.worker, why=LeaseReason.DEAD) if is_dead else None
-        sign = beats.get(held.worker) or self._sign_of(held.worker, now_s)
-        beats[held.worker] = sign
-        is_slow = own_seconds is not None and now_s - seen.mtime_s > SLOW_FACTOR * own_seconds
-        return self._succeed(held, sign, is_slow=is_slow)
+        if old.worker not in reasons:
+            reasons[old.worker] = self._reason_to_take_over(old.worker, now_s)
+        why, deaths, copies = reasons[old.worker], old.deaths, old.copies
+        if why is LeaseReason.DEAD:
+            deaths += 1
+        elif why is None:
+            is_slow = own_seconds is not None and now_s - seen.mtime_s > SLOW_FACTOR * own_seconds
+            is_alone = deaths >= DEATHS_TO_QUARANTINE  # its prompts are tried by one at a time
+            if not is_slow or is_alone or copies >= MAX_COPIES or old.worker == self.worker:
+                return None
+            why, copies = LeaseReason.SLOW, copies + 1
+        return LeaseRecord(worker=self.worker, why=why, deaths=deaths, copies=copies)
 
-    def _succeed(self, held: LeaseRecord, sign: _Liveness, *, is_slow: bool) -> LeaseRecord | None:
-        note = held.model_copy(update={"worker": self.worker})
-        if sign is _Liveness.STOPPED:
-            return note.model_copy(update={"why": LeaseReason.RETURNED})
-        if sign is _Liveness.DEAD:
-            return note.model_copy(update={"why": LeaseReason.DEAD, "deaths": held.deaths + 1})
-        is_ours = held.worker == self.worker
-        is_alone = held.deaths >= DEATHS_TO_QUARANTINE  # its prompts are tried by one at a time
-        if not is_slow or is_ours or is_alone or held.copies >= MAX_COPIES:
-            return None
-        return note.model_copy(update={"why": LeaseReason.SLOW, "copies": held.copies + 1})
-
-    def _sign_of(self, worker: str, now_s: float) -> _Liveness:
+    def _reason_to_take_over(self, worker: str, now_s: float) -> LeaseReason | None:
+        """DEAD or RETURNED; None for a worker that is alive."""
         seen = self._store.look(heartbeat_path(worker))
+        if seen is not None and seen.content == LeaveReason.STOPPED.value.encode():
+            return LeaseReason.RETURNED
         if seen is None or seen.content == LeaveReason.BROKEN.value.encode():
-            return _Liveness.DEAD
-        if seen.content == LeaveReason.STOPPED.value.encode():
-            return _Liveness.STOPPED
-        return _Liveness.DEAD if now_s - seen.mtime_s > self._seconds else _Liveness.ALIVE
+            return LeaseReason.DEAD
+        return LeaseReason.DEAD if now_s - seen.mtime_s > self._seconds else None
 
     def _create(self, chunk: int, generation: int, note: LeaseRecord) -> Lease | None:
         content = note.model_dump_json(exclude_defaults=True).encode()
@@ -280,18 +278,3 @@ class Leases:
     def _mark(self, kind: str, bucket: int) -> None:
         (self._taken if kind == "taken" else self._full).add(bucket)
         self._store.create(mark_path(kind, bucket))
-
-
-class _Liveness(Enum):
-    """Of life."""
-
-    ALIVE = "alive"
-    STOPPED = "stopped"
-    DEAD = "dead"
-
-
-def _read_lease_record(content: bytes) -> LeaseRecord | None:
-    try:
-        return LeaseRecord.model_validate_json(content)
-    except ValidationError:
-        return None

@@ -12,7 +12,6 @@ from pydantic import NonNegativeInt, ValidationError
 from tightfit.core.errors import InvalidInputError, UserError
 from tightfit.core.files import write_atomic
 from tightfit.core.frozen import Frozen
-from tightfit.engines.protocol import Done
 from tightfit.farming.folder import (
     INDEX_FILE,
     PROMPTS_FILE,
@@ -24,9 +23,8 @@ from tightfit.farming.folder import (
     numbers_in,
 )
 from tightfit.farming.leases import FINISHED, LeaseReason
-from tightfit.serving.generate.job import FailedAnswer, make_row, write_failures
-from tightfit.serving.generate.journal import is_unchanged, to_json_line, write_output
-from tightfit.serving.generate.prompts import Prompt
+from tightfit.serving.generate.journal import is_unchanged, write_output
+from tightfit.serving.generate.run import FailedAnswer, write_failures
 
 
 class FailureRecord(Frozen):
@@ -36,9 +34,6 @@ class FailureRecord(Frozen):
     sample: int
     problem: str
     remedy: str
-
-    def to_failure(self, prompt: Prompt) -> FailedAnswer:
-        return FailedAnswer(prompt, self.sample, UserError(self.problem, remedy=self.remedy))
 
 
 class ChunkHeader(Frozen):
@@ -65,12 +60,8 @@ class AnsweredRow(NamedTuple):
     num_new_tokens: int
 
 
-def make_answer(prompt: Prompt, sample: int, done: Done, *, is_raw: bool) -> AnsweredRow:
-    row = to_json_line(make_row(prompt, sample, done, is_raw))
-    return AnsweredRow(row, done.num_prompt_tokens, done.num_new_tokens)
-
-
 def pack_chunk(head: ChunkHeader, rows: Sequence[bytes]) -> bytes:
+    """A chunk as it is published: its header and its rows, one line each."""
     return b"\n".join((head.model_dump_json().encode(), *rows)) + b"\n"
 
 
@@ -80,17 +71,13 @@ def read_chunk(path: Path, num_keys: int) -> tuple[ChunkHeader, bytes]:
     first, _, rows = content.partition(b"\n")
     try:
         head = ChunkHeader.model_validate_json(first)
+        if rows.count(b"\n") + len(head.failures) != num_keys:
+            raise ValueError("answers are missing")
     except ValueError as error:
-        raise _damaged(path) from error
-    if rows.count(b"\n") + len(head.failures) != num_keys:
-        raise _damaged(path)
+        raise InvalidInputError(
+            f"{path} is damaged.", remedy=f"rm {path}, and the same command answers it again"
+        ) from error
     return head, rows
-
-
-def _damaged(path: Path) -> InvalidInputError:
-    return InvalidInputError(
-        f"{path} is damaged.", remedy=f"rm {path}, and the same command answers it again"
-    )
 
 
 # Collecting every chunk into the output.
@@ -158,7 +145,9 @@ def collect_output(folder: Path, farm: FarmFile, out: Path) -> CollectedOutput:
             commits_s.append(path.stat().st_mtime)
             if head.failures:
                 prompts = {prompt.index: prompt for prompt in snapshot.read(chunk)}
-                failures.extend(note.to_failure(prompts[note.prompt]) for note in head.failures)
+                for one in head.failures:
+                    error = UserError(one.problem, remedy=one.remedy)
+                    failures.append(FailedAnswer(prompts[one.prompt], one.sample, error))
             heads.append(head.model_copy(update={"failures": ()}))
             yield from filter(None, content.split(b"\n"))
 

@@ -1,7 +1,4 @@
-"""The file operations that coordinate a farm, safe on NFS: no locks, no rename races.
-
-`FolderStore` works on a shared folder; `MemoryStore` counts requests for simulations and tests.
-"""
+"""The file operations that coordinate a farm, safe on NFS: no locks, no rename races."""
 
 from __future__ import annotations
 
@@ -10,12 +7,12 @@ import errno
 import os
 import secrets
 import weakref
-from collections import Counter, defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 _STALE_TRIES = 3
+_Result = TypeVar("_Result")
 _NEW = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
 
 
@@ -28,7 +25,7 @@ class StoredFile(NamedTuple):
 
 
 def is_farm_removed(error: OSError) -> bool:
-    """Whether a fault says that the farm was taken away; over NFS a deleted folder is stale."""
+    """Whether an error says that the farm was removed; over NFS a deleted folder is stale."""
     return error.errno in (errno.ENOENT, errno.ESTALE)
 
 
@@ -42,7 +39,7 @@ class Store(Protocol):
         """Make a file that appears whole and on the disk; False where there is one already."""
 
     def replace(self, path: str, content: bytes) -> None:
-        """Put a file in its place, whole."""
+        """Write a file whole, in place of an earlier one."""
 
     def look(self, path: str) -> StoredFile | None:
         """A file's age and content as the server has them now; None where there is none."""
@@ -73,8 +70,9 @@ class FolderStore:
 
     def create(self, path: str, content: bytes = b"") -> bool:
         # NFS 3 and later send O_EXCL as an exclusive create, whose repeat is known as such.
-        handle = self._open_new(path)
-        if handle is None:
+        try:
+            handle = self._in_folder(path, lambda: os.open(path, _NEW, 0o644, dir_fd=self._root))
+        except FileExistsError:
             return False
         try:
             if content:
@@ -85,8 +83,16 @@ class FolderStore:
 
     def publish(self, path: str, content: bytes) -> bool:
         temporary = self._write_temporary(content)
+        root = self._root
         try:
-            return self._link(temporary, path)
+            self._in_folder(
+                path, lambda: os.link(temporary, path, src_dir_fd=root, dst_dir_fd=root)
+            )
+        except FileExistsError:
+            # The reply to a first try may have been lost: then the file is ours all the same.
+            return os.stat(temporary, dir_fd=root).st_nlink == 2
+        else:
+            return True
         finally:
             self._forget(temporary)
 
@@ -131,17 +137,17 @@ class FolderStore:
         os.utime(path, dir_fd=self._root)  # no time is sent: the server takes its own
         return os.stat(path, dir_fd=self._root).st_mtime
 
-    def _open_new(self, path: str) -> int | None:
-        for is_last in (False, True):
-            try:
-                return os.open(path, _NEW, 0o644, dir_fd=self._root)
-            except FileExistsError:
-                return None
-            except FileNotFoundError:
-                if is_last:
-                    raise
-                self._make_folder(path)
-        return None
+    def _in_folder(self, path: str, call: Callable[[], _Result]) -> _Result:
+        """`call`, and once more after the folder of `path` was made where it was missing.
+
+        One level only: where the farm itself is gone, nothing of it is to come back.
+        """
+        try:
+            return call()
+        except FileNotFoundError:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(Path(path).parent, dir_fd=self._root)
+            return call()
 
     def _write_temporary(self, content: bytes, *, is_synced: bool = True) -> str:
         temporary = f"tmp/{secrets.token_hex(12)}"
@@ -159,107 +165,6 @@ class FolderStore:
             os.close(handle)
         return temporary
 
-    def _link(self, temporary: str, path: str) -> bool:
-        for is_last in (False, True):
-            try:
-                os.link(temporary, path, src_dir_fd=self._root, dst_dir_fd=self._root)
-            except FileExistsError:
-                # The reply to a first try may have been lost: then the file is ours all the same.
-                return os.stat(temporary, dir_fd=self._root).st_nlink == 2
-            except FileNotFoundError:
-                if is_last:
-                    raise
-                self._make_folder(path)
-            else:
-                return True
-        return False
-
     def _forget(self, temporary: str) -> None:
         with contextlib.suppress(OSError):
             os.unlink(temporary, dir_fd=self._root)
-
-    def _make_folder(self, path: str) -> None:
-        """One level only: where the farm itself is gone, nothing of it is to come back."""
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(Path(path).parent, dir_fd=self._root)
-
-
-# A store in memory that counts requests, for simulations and tests.
-
-NAMES_PER_LISTING = 128
-"""What one reply of an NFS server to READDIR holds, at 64 bytes a name and 8 KiB a reply."""
-NFS_REQUESTS_PER_CALL = {
-    "create": 2,
-    "write": 3,
-    "publish": 6,
-    "replace": 4,
-    "look": 3,
-    "miss": 1,
-    "beat": 1,
-}
-"""Requests to an NFS 4 server. `create`: OPEN, CLOSE; `write`: with a WRITE between; `publish`:
-OPEN, WRITE, COMMIT, CLOSE, LINK, REMOVE; `replace`: OPEN, WRITE, CLOSE, RENAME; `look`: OPEN, READ,
-CLOSE, of which a `miss` is the first; `beat`: SETATTR, whose reply has the time."""
-
-
-class MemoryStore:
-    """Folders as dictionaries. `clock` is the file server's."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self.calls: Counter[str] = Counter()
-        """By operation."""
-        self.num_requests = 0
-        """To a file server, had there been one."""
-        self._clock = clock
-        self._folders: dict[str, dict[str, StoredFile]] = defaultdict(dict)
-
-    def create(self, path: str, content: bytes = b"") -> bool:
-        is_new = self._add(path, content)
-        self._count("create", "miss" if not is_new else "write" if content else "create")
-        return is_new
-
-    def publish(self, path: str, content: bytes) -> bool:
-        self._count("publish", "publish")
-        return self._add(path, content)
-
-    def replace(self, path: str, content: bytes) -> None:
-        self._count("replace", "replace")
-        folder, name = _split_path(path)
-        self._folders[folder][name] = StoredFile(self._clock(), content)
-
-    def look(self, path: str) -> StoredFile | None:
-        folder, name = _split_path(path)
-        found = self._folders[folder].get(name)
-        self._count("look", "look" if found else "miss")
-        return found
-
-    def names(self, folder: str) -> list[str]:
-        found = list(self._folders[folder])
-        self.calls["names"] += 1
-        self.num_requests += 1 + len(found) // NAMES_PER_LISTING
-        return found
-
-    def beat(self, path: str) -> float:
-        self._count("beat", "beat")
-        folder, name = _split_path(path)
-        seen = self._folders[folder].get(name)
-        if seen is None:
-            raise FileNotFoundError(path)
-        self._folders[folder][name] = StoredFile(self._clock(), seen.content)
-        return self._clock()
-
-    def _add(self, path: str, content: bytes) -> bool:
-        folder, name = _split_path(path)
-        if name in self._folders[folder]:
-            return False
-        self._folders[folder][name] = StoredFile(self._clock(), content)
-        return True
-
-    def _count(self, call: str, cost: str) -> None:
-        self.calls[call] += 1
-        self.num_requests += NFS_REQUESTS_PER_CALL[cost]
-
-
-def _split_path(path: str) -> tuple[str, str]:
-    folder, _, name = path.rpartition("/")
-    return folder, name

@@ -6,6 +6,7 @@ in the folder keeps a second submitter out.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -14,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 from pydantic import ValidationError
@@ -35,10 +36,10 @@ from tightfit.farming.folder import (
 )
 from tightfit.farming.heartbeat import read_statuses, status_path
 from tightfit.farming.leases import FINISHED, heartbeat_path
-from tightfit.farming.progress import FarmProgress, ProgressReader
 from tightfit.farming.results import (
     CollectedOutput,
     collect_output,
+    count_published_answers,
     find_missing_chunks,
     is_collected,
     read_chunk,
@@ -47,11 +48,11 @@ from tightfit.farming.results import (
     reopen_chunks,
     write_output_record,
 )
-from tightfit.farming.statistics import FarmStatistics, sum_farm
-from tightfit.farming.store import FolderStore, StoredFile
+from tightfit.farming.statistics import FarmProgress, FarmStatistics, ProgressReader, sum_farm
+from tightfit.farming.store import FolderStore
 from tightfit.farming.worker_pool import WorkerBackend, WorkerGroup, WorkerPool, WorkerStarter
-from tightfit.serving.generate.job import GenerateJob
-from tightfit.serving.generate.journal import AnswerSettings, describe_differences, require_folder
+from tightfit.serving.generate.journal import AnswerSettings, check_out_path, describe_differences
+from tightfit.serving.generate.run import GenerateJob
 
 # The submitter lock: two submitters would start workers twice and remove files of the other.
 
@@ -61,59 +62,52 @@ SUBMITTER_TIMEOUT_SECONDS = 30.0
 
 
 def acquire_submitter_lock(store: FolderStore, out: str) -> str:
-    """The file whose time we set from now on. Refused where another watches over the farm."""
-    mine = _describe_this_process()
+    """The file whose time we set from now on. Refused where another submitter runs."""
+    mine = json.dumps(_this_process()).encode()
     while True:
-        newest = max(numbers_in(store.names(SUBMITTERS)), default=-1)
-        if newest >= 0 and _require_not_running(store, newest, out) == mine:
-            return f"{SUBMITTERS}/{newest}"
-        if store.publish(f"{SUBMITTERS}/{newest + 1}", json.dumps(mine).encode()):
+        newest = _require_no_other(store, out)
+        if newest >= 0:
+            seen = store.look(f"{SUBMITTERS}/{newest}")
+            if seen is not None and seen.content == mine:
+                return f"{SUBMITTERS}/{newest}"
+        if store.publish(f"{SUBMITTERS}/{newest + 1}", mine):
             return f"{SUBMITTERS}/{newest + 1}"
 
 
 def require_no_other_submitter(folder: Path, out: str) -> None:
-    """Refused where another watches over the farm; nothing where there is no farm."""
-    try:
-        store = FolderStore(folder)
-    except (FileNotFoundError, NotADirectoryError):
-        return
+    """Refused where another submitter runs; nothing where there is no farm."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        _require_no_other(FolderStore(folder), out)
+
+
+def _require_no_other(store: FolderStore, out: str) -> int:
+    """The number of the newest submitter, which is us or dead; -1 where there was none."""
     newest = max(numbers_in(store.names(SUBMITTERS)), default=-1)
-    if newest >= 0:
-        _require_not_running(store, newest, out)
-
-
-def _require_not_running(store: FolderStore, number: int, out: str) -> dict[str, Any]:
-    """Who is named there, which is us or dead."""
-    seen = store.look(f"{SUBMITTERS}/{number}")
+    seen = store.look(f"{SUBMITTERS}/{newest}") if newest >= 0 else None
     try:
-        held = {} if seen is None else json.loads(seen.content)
+        owner = {} if seen is None else json.loads(seen.content)
     except ValueError:
-        held = {}
-    if seen is None or not held or held == _describe_this_process():
-        return dict(held)
-    if _is_submitter_alive(store, held, seen):
+        owner = {}
+    if seen is None or not owner or owner == _this_process():
+        return newest
+    if owner.get("host") == socket.gethostname():
+        is_alive = _process_start_time(int(owner["pid"])) == owner.get("began")
+    else:
+        probe = f"tmp/clock-{socket.gethostname()}-{os.getpid()}"
+        store.create(probe)
+        is_alive = store.beat(probe) - seen.mtime_s < SUBMITTER_TIMEOUT_SECONDS
+    if is_alive:
         raise UsageError(
-            f"Another `tightfit farm` (process {held['pid']} on {held['host']}) watches over "
+            f"Another `tightfit farm` (process {owner['pid']} on {owner['host']}) watches over "
             f"{out}.",
-            remedy=f"wait for it, or end it: kill {held['pid']}    (its workers go on)",
+            remedy=f"wait for it, or end it: kill {owner['pid']}    (its workers go on)",
         )
-    return dict(held)
+    return newest
 
 
-def _describe_this_process() -> dict[str, Any]:
-    return {
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "began": _process_start_time(os.getpid()),
-    }
-
-
-def _is_submitter_alive(store: FolderStore, held: dict[str, Any], seen: StoredFile) -> bool:
-    if held.get("host") == socket.gethostname():
-        return _process_start_time(int(held["pid"])) == held.get("began")
-    probe = f"tmp/clock-{socket.gethostname()}-{os.getpid()}"
-    store.create(probe)
-    return store.beat(probe) - seen.mtime_s < SUBMITTER_TIMEOUT_SECONDS
+def _this_process() -> dict[str, Any]:
+    pid = os.getpid()
+    return {"host": socket.gethostname(), "pid": pid, "began": _process_start_time(pid)}
 
 
 def _process_start_time(pid: int) -> float | None:
@@ -126,13 +120,13 @@ def _process_start_time(pid: int) -> float | None:
 POLL_SECONDS = 1.0
 POOL_POLL_SECONDS = {WorkerBackend.LOCAL: 1.0}
 MAX_POOL_POLL_SECONDS = 10.0
-"""Between looks at who still runs: a scheduler is not to be asked every second."""
+"""Between looks at the workers: a scheduler is not to be asked every second."""
 STATISTICS_FILE = "statistics.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FarmJob:
-    """What is to be farmed, and where its answers go."""
+    """A job for many workers, and where its answers go."""
 
     out: Path
     job: GenerateJob
@@ -143,9 +137,8 @@ class FarmJob:
     is_fresh: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FarmOutcome:
-    """What came of it."""
+class FarmOutcome(NamedTuple):
+    """What a farm did."""
 
     statistics: FarmStatistics
     collected: CollectedOutput
@@ -155,47 +148,70 @@ OnFarmProgress = Callable[[FarmProgress], None]
 OnFarmMessage = Callable[[str], None]
 
 
-def open_farm(job_request: FarmJob) -> tuple[Path, FarmFile, bool]:
+def open_farm(request: FarmJob) -> tuple[Path, FarmFile, bool]:
     """The folder to work in, and whether its output is finished already."""
-    require_folder(job_request.out)
-    folder = farm_path(job_request.out.absolute())
-    if job_request.is_fresh:
-        require_no_other_submitter(folder, str(job_request.out))
+    out, job = request.out, request.job
+    check_out_path(out)
+    folder = farm_path(out.absolute())
+    if request.is_fresh:
+        require_no_other_submitter(folder, str(out))
         remove_farm(folder)
+    # What answers do not depend on is as this command says: a larger --context, another device.
+    present: dict[str, Any] = {
+        "engine": describe_engine(request.request),
+        "num_workers": request.num_workers,
+        "lease_seconds": request.lease_seconds,
+    }
     farm = read_farm(folder)
     if farm is not None:
-        _require_same(job_request, farm)
-        if is_collected(folder, job_request.out):
+        if differing := describe_differences(farm.settings, request.settings):
+            raise UsageError(
+                f"{out} was begun with other settings: {differing}.",
+                remedy="--fresh begins again, --out OTHER keeps both, the former settings go on",
+            )
+        if is_collected(folder, out):
             remove_intermediate_files(folder)  # where a submitter died before it did
             return folder, farm, True
-        if not (folder / "lease").is_dir():  # finished once, and the output changed or taken away
-            _refuse_changed(job_request.out)
-            remove_farm(folder)
-            farm = None
-    if farm is not None:
-        return folder, _with_current_settings(job_request, farm), False
-    if os.path.lexists(job_request.out) and not job_request.is_fresh:
+        if (folder / "lease").is_dir():
+            return folder, farm.model_copy(update=present), False
+        # Finished once, and the output was changed or removed.
+        if os.path.lexists(out):
+            raise UsageError(
+                f"{out} was finished and has been changed since.",
+                remedy="--out OTHER keeps it, and --fresh replaces it",
+            )
+        remove_farm(folder)
+    if os.path.lexists(out) and not request.is_fresh:
         raise UsageError(
-            f"{job_request.out} exists already.",
+            f"{out} exists already.",
             remedy="--out OTHER keeps it, and --fresh replaces it when the answers are there",
         )
-
-    seed = job_request.job.sampling.seed
     farm = FarmFile(
-        out=str(job_request.out.absolute()),
-        settings=dict(job_request.settings),
-        seed=secrets.randbelow(2**31) if seed is None else seed,
-        shape=choose_chunk_layout(len(job_request.job.prompts), job_request.num_workers),
-        num_samples=job_request.job.num_samples,
-        is_raw=job_request.job.is_raw,
-        sampling=replace(job_request.job.sampling, seed=None),
-        engine=describe_engine(job_request.request),
-        num_workers=job_request.num_workers,
-        lease_seconds=job_request.lease_seconds,
+        out=str(out.absolute()),
+        settings=dict(request.settings),
+        seed=secrets.randbelow(2**31) if job.sampling.seed is None else job.sampling.seed,
+        shape=choose_chunk_layout(len(job.prompts), request.num_workers),
+        num_samples=job.num_samples,
+        is_raw=job.is_raw,
+        sampling=replace(job.sampling, seed=None),
+        **present,
     )
-    if not make_farm(folder, farm, job_request.job.prompts):
-        return open_farm(replace(job_request, is_fresh=False))  # another was quicker
+    if not make_farm(folder, farm, job.prompts):
+        return open_farm(replace(request, is_fresh=False))  # another was quicker
     return folder, farm, False
+
+
+def count_left(request: FarmJob) -> int:
+    """Answers that this command would still make; of another job's farm, or of none: all."""
+    folder, num_all = farm_path(request.out.absolute()), request.job.num_answers
+    farm = None if request.is_fresh else read_farm(folder)
+    if farm is None or describe_differences(farm.settings, request.settings):
+        return num_all
+    if is_collected(folder, request.out):
+        return 0
+    note = read_output_record(folder)
+    num_failed = 0 if note is None else note.num_failed  # these are tried again
+    return min(num_all, num_all - count_published_answers(folder, farm) + num_failed)
 
 
 def read_statistics(folder: Path) -> FarmStatistics:
@@ -207,34 +223,6 @@ def read_statistics(folder: Path) -> FarmStatistics:
             f"The statistics in {folder} are not there, or cannot be read.",
             remedy="leave --stats out; --fresh makes the answers and their statistics again",
         ) from error
-
-
-def _with_current_settings(job_request: FarmJob, farm: FarmFile) -> FarmFile:
-    """What answers do not depend on is as this command says: a larger --context, another device."""
-    return farm.model_copy(
-        update={
-            "engine": describe_engine(job_request.request),
-            "num_workers": job_request.num_workers,
-            "lease_seconds": job_request.lease_seconds,
-        }
-    )
-
-
-def _require_same(job_request: FarmJob, farm: FarmFile) -> None:
-    differing = describe_differences(farm.settings, job_request.settings)
-    if differing:
-        raise UsageError(
-            f"{job_request.out} was begun with other settings: {differing}.",
-            remedy="--fresh begins again, --out OTHER keeps both, the former settings go on",
-        )
-
-
-def _refuse_changed(out: Path) -> None:
-    if os.path.lexists(out):
-        raise UsageError(
-            f"{out} was finished and has been changed since.",
-            remedy="--out OTHER keeps it, and --fresh replaces it",
-        )
 
 
 class Submitter:
@@ -254,6 +242,7 @@ class Submitter:
             POOL_POLL_SECONDS.get(group.kind, MAX_POOL_POLL_SECONDS) for group in groups
         )
         self._mine = self._claim()
+        self._began_s = self._store.beat(self._mine)
         self._reopen_lost()
         over = ("ended", "stopped", "broken")
         self._former = {s.worker for s in read_statuses(folder) if s.state in over}
@@ -262,16 +251,16 @@ class Submitter:
     def run(self, watch: OnFarmProgress, report: OnFarmMessage) -> FarmOutcome:
         """Until every chunk is done; then the output."""
         try:
-            self._watch(watch, report)
+            self._follow(watch, report)
             return self._finish()
         except OSError as error:
             raise self._explain(error) from error
 
-    def _watch(self, watch: OnFarmProgress, report: OnFarmMessage) -> None:
-        lookout = ProgressReader(self._folder, self._farm)
+    def _follow(self, watch: OnFarmProgress, report: OnFarmMessage) -> None:
+        reader = ProgressReader(self._folder, self._farm)
         pool_due_s, num_done = 0.0, -1
         while True:
-            progress = lookout.look()
+            progress = reader.look()
             self._store.beat(self._mine)
             watch(progress)
             if progress.is_finished:
@@ -289,6 +278,10 @@ class Submitter:
         """End every worker; everything that was answered is kept."""
         self._pool.stop()
 
+    def list_cancel_commands(self) -> tuple[str, ...]:
+        """What ends the workers from a shell."""
+        return self._pool.list_cancel_commands()
+
     def _finish(self) -> FarmOutcome:
         collected = collect_output(self._folder, self._farm, Path(self._farm.out))
         self._pool.stop()
@@ -299,6 +292,7 @@ class Submitter:
             farm=self._farm,
             num_failed=len(collected.failures),
             commits_s=collected.commits_s,
+            began_s=self._began_s,
         )
         write_atomic(self._folder / STATISTICS_FILE, statistics.model_dump_json(indent=1) + "\n")
         write_output_record(self._folder, collected.note)
@@ -351,29 +345,22 @@ class Submitter:
             )
         self._pool.stop()
         return SetupError(
-            f"{self._folder} was taken away while workers ran; they were stopped.",
+            f"{self._folder} was removed while workers ran; they were stopped.",
             remedy="the same command begins again",
         )
 
     def _reopen_lost(self) -> None:
         """A finished farm that comes here has prompts that failed, or lacks a chunk."""
-        if not (self._folder / FINISHED).exists():
+        folder, farm = self._folder, self._farm
+        if not (folder / FINISHED).exists():
             return
-        chunks = find_missing_chunks(self._folder, self._farm)
-        note = read_output_record(self._folder)
+        chunks = find_missing_chunks(folder, farm)
+        note = read_output_record(folder)
         if note is not None and note.num_failed:
-            chunks += self._failed_chunks(set(chunks))
+            for chunk in set(range(farm.shape.num_chunks)).difference(chunks):
+                path = folder / done_path(farm.shape, chunk)
+                head, _ = read_chunk(path, farm.num_keys(chunk))
+                if head.failures:
+                    chunks.append(chunk)
         if chunks:
-            reopen_chunks(self._folder, self._farm, chunks)
-
-    def _failed_chunks(self, missing: set[int]) -> list[int]:
-        shape = self._farm.shape
-        found = []
-        for chunk in range(shape.num_chunks):
-            if chunk in missing:
-                continue
-            path = self._folder / done_path(shape, chunk)
-            head, _ = read_chunk(path, self._farm.num_keys(chunk))
-            if head.failures:
-                found.append(chunk)
-        return found
+            reopen_chunks(folder, farm, chunks)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import socket
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -13,8 +17,9 @@ from pydantic import PositiveInt, TypeAdapter, ValidationError
 from tightfit.core.errors import NotFoundError, SetupError, UsageError
 from tightfit.core.files import write_atomic
 from tightfit.core.frozen import Frozen
-from tightfit.core.suggest import did_you_mean
+from tightfit.core.text import did_you_mean
 from tightfit.hardware.inventory import ClusterNode, Inventory
+from tightfit.hardware.machine import read_machine
 from tightfit.hardware.types import Gpu
 
 LOCAL, KUBERNETES, ALL, RAY = "local", "k8s", "all", "ray"
@@ -104,59 +109,50 @@ def choose_slurm_groups(
 
 def _smallest_first(inventory: Inventory) -> list[str]:
     """Of partitions that share nodes, the particular one before the one that has them all."""
-
-    def size(name: str) -> int:
-        return sum(name in node.pools for node in inventory.nodes)
-
+    sizes = Counter(pool for node in inventory.nodes for pool in node.pools)
     names = [pool.name for pool in inventory.pools if pool.is_open]
-    return sorted(names, key=lambda name: (size(name), name))
+    return sorted(names, key=lambda name: (sizes[name], name))
 
 
 def _groups_of_partition(
     name: str, nodes: Sequence[ClusterNode], inside: Sequence[ClusterNode]
 ) -> list[WorkerGroup]:
-    with_gpus = [node for node in nodes if node.num_gpus]
-    without = [node for node in nodes if not node.num_gpus]
+    """One worker for each GPU; one for each node without, in an array that excludes the others."""
+    gpu_nodes = [node for node in nodes if node.num_gpus]
+    cpu_nodes = [node for node in nodes if not node.num_gpus]
     groups = []
-    if with_gpus:
-        cores = [(node.num_cores or 1) // node.num_gpus for node in with_gpus]
+    for suffix, mine in (("gpu", gpu_nodes), ("cpu", cpu_nodes)):
+        if not mine:
+            continue
+        excluded = {node.name for node in inside} - {node.name for node in mine}
+        cores = min((node.num_cores or 1) // max(1, node.num_gpus) for node in mine)
         groups.append(
             WorkerGroup(
-                name=name if not without else f"{name}-gpu",
+                name=f"{name}-{suffix}" if gpu_nodes and cpu_nodes else name,
                 kind=WorkerBackend.SLURM,
-                num_workers=sum(node.num_gpus for node in with_gpus),
+                num_workers=sum(node.num_gpus or 1 for node in mine),
                 partition=name,
-                gpus_per_worker=1,
-                cores_per_worker=max(1, min(cores)),
-                types=count_node_types(with_gpus),
-            )
-        )
-    if without:
-        others = {node.name for node in inside} - {node.name for node in without}
-        groups.append(
-            WorkerGroup(
-                name=name if not with_gpus else f"{name}-cpu",
-                kind=WorkerBackend.SLURM,
-                num_workers=len(without),
-                partition=name,
-                cores_per_worker=max(1, min(node.num_cores or 1 for node in without)),
-                excluded=tuple(sorted(others)),
-                types=count_node_types(without),
+                gpus_per_worker=1 if suffix == "gpu" else 0,
+                cores_per_worker=max(1, cores),
+                # Slurm keeps workers with a GPU off nodes that have none by itself.
+                excluded=tuple(sorted(excluded)) if suffix == "cpu" else (),
+                types=count_node_types(mine),
             )
         )
     return groups
 
 
 def count_node_types(nodes: Sequence[ClusterNode]) -> tuple[NodeType, ...]:
+    """The workers on these nodes, by type of node."""
     found: dict[str, NodeType] = {}
     for node in nodes:
         devices = node.devices[0] if node.devices else None
         name = "CPU" if devices is None else devices.name
-        gpu = None if devices is None else devices.guess.gpu
-        added = node.num_gpus or 1
-        before = found[name].num_workers if name in found else 0
         found[name] = NodeType(
-            name=name, gpu=gpu, num_workers=before + added, num_cores=node.num_cores
+            name=name,
+            gpu=None if devices is None else devices.guess.gpu,
+            num_workers=(found[name].num_workers if name in found else 0) + (node.num_gpus or 1),
+            num_cores=node.num_cores,
         )
     return tuple(found.values())
 
@@ -179,6 +175,20 @@ def make_local_group(*, num_gpus: int, num_workers: int | None, gpu: Gpu | None)
     )
 
 
+THREADS_VARIABLE = "OMP_NUM_THREADS"
+
+
+def share_threads(group: WorkerGroup) -> int | None:
+    """Threads of each of several workers on this machine's CPU; None: as their libraries choose.
+
+    Two workers with as many threads as there are cores wait for each other at every product.
+    """
+    is_shared = group.kind is WorkerBackend.LOCAL and group.num_workers > 1
+    if not is_shared or group.gpus_per_worker or THREADS_VARIABLE in os.environ:
+        return None
+    return max(1, read_machine().num_usable_cores // group.num_workers)
+
+
 # The pool of started workers: recorded on disk, counted, topped up and stopped.
 
 JOBS_FILE = "jobs.json"
@@ -198,19 +208,27 @@ class StartedWorkers(Frozen):
 
 
 class WorkerStarter(Protocol):
-    """One way to start workers."""
+    """Starts and stops workers on one backend."""
 
-    def start(self, group: WorkerGroup, count: int) -> StartedWorkers: ...
+    def start(self, group: WorkerGroup, count: int) -> tuple[str, ...]:
+        """Start workers; the names to find them by."""
+
+    def find(self, group: WorkerGroup) -> Mapping[str, int]:
+        """The names of this farm's workers in the group, and how many each stands for."""
 
     def count_alive(self, jobs: Sequence[StartedWorkers]) -> int:
         """Workers that run or will run."""
 
-    def find_lost(
-        self, group: WorkerGroup, known: Sequence[StartedWorkers]
-    ) -> list[StartedWorkers]:
-        """Those that were started just before a submitter died, and never noted."""
-
     def stop(self, jobs: Sequence[StartedWorkers]) -> None: ...
+
+    def name_cancel_command(self, jobs: Sequence[StartedWorkers]) -> str:
+        """What ends these workers from a shell; empty where nothing runs or no command does."""
+
+
+def farm_prefix(folder: Path, group: WorkerGroup) -> str:
+    """Begins the name of every job of a farm, so that a later submitter finds it."""
+    mark = hashlib.blake2b(str(folder).encode(), digest_size=4).hexdigest()
+    return f"farm-{mark}-{group.name}"
 
 
 _JOBS = TypeAdapter(tuple[StartedWorkers, ...])
@@ -229,32 +247,35 @@ class WorkerPool:
         self._folder = folder
         self._groups = groups
         self._starters = starters
-        self._num_in_vain: dict[str, int] = {}
+        self._num_futile_starts: dict[str, int] = {}
+        # Those that were started just before a submitter died, and never recorded.
+        recorded = {name for job in self.jobs for name in job.names}
         for group in groups:
-            self.jobs += starters[group.kind].find_lost(group, self.jobs)
+            for name, count in starters[group.kind].find(group).items():
+                if name not in recorded:
+                    self.jobs.append(_record(group, (name,), count))
 
-    def top_up(self, *, num_left: int, report: Callable[[str], None]) -> int:
-        """Start what is missing, at most one worker for each chunk that is left; how many."""
-        started = 0
+    def top_up(self, *, num_left: int, report: Callable[[str], None]) -> None:
+        """Start missing workers, at most one for each chunk that is left."""
         for group in self._groups:
             wanted = min(group.num_workers, num_left)
             missing = wanted - self.count_alive(group)
             if missing <= 0:
                 continue
-            self._refuse_in_vain(group, missing)
-            job = self._starters[group.kind].start(group, missing)
-            self.jobs.append(job)
-            self._write()
-            started += missing
-            report(f"{group.name}: started {missing} ({', '.join(job.names[:4])})")
-        return started
+            self._check_starts(group, missing)
+            names = self._starters[group.kind].start(group, missing)
+            self.jobs.append(_record(group, names, missing))
+            content = _JOBS.dump_json(tuple(self.jobs), indent=1)
+            write_atomic(self._folder / JOBS_FILE, content + b"\n")
+            report(f"{group.name}: started {missing} ({', '.join(names[:4])})")
 
     def count_alive(self, group: WorkerGroup) -> int:
         mine = [job for job in self.jobs if job.group == group.name and job.kind is group.kind]
         return self._starters[group.kind].count_alive(mine) if mine else 0
 
     def note_progress(self) -> None:
-        self._num_in_vain.clear()
+        """Answers came: the workers that were started so far were not started for nothing."""
+        self._num_futile_starts.clear()
 
     def stop(self) -> None:
         """Tell every worker to give back what it has and end."""
@@ -263,20 +284,35 @@ class WorkerPool:
             if jobs:
                 starter.stop(jobs)
 
-    def _refuse_in_vain(self, group: WorkerGroup, missing: int) -> None:
+    def list_cancel_commands(self) -> tuple[str, ...]:
+        """What ends the workers from a shell, one command for each backend."""
+        commands = (
+            starter.name_cancel_command([job for job in self.jobs if job.kind is kind])
+            for kind, starter in self._starters.items()
+        )
+        return tuple(filter(None, commands))
+
+    def _check_starts(self, group: WorkerGroup, missing: int) -> None:
         """Before the same start fails again and again."""
-        count = self._num_in_vain.get(group.name, 0)
+        count = self._num_futile_starts.get(group.name, 0)
         if count >= EXTRA_STARTS + 2 * group.num_workers:
             last = _last_log_line(self._folder)
             raise SetupError(
                 f"Workers in {group.name} end without an answer{f': {last}' if last else ''}.",
                 remedy=f"see {self._folder / 'logs'}; the same command goes on",
             )
-        self._num_in_vain[group.name] = count + missing
+        self._num_futile_starts[group.name] = count + missing
 
-    def _write(self) -> None:
-        content = _JOBS.dump_json(tuple(self.jobs), indent=1)
-        write_atomic(self._folder / JOBS_FILE, content + b"\n")
+
+def _record(group: WorkerGroup, names: tuple[str, ...], count: int) -> StartedWorkers:
+    is_local = group.kind is WorkerBackend.LOCAL
+    return StartedWorkers(
+        group=group.name,
+        kind=group.kind,
+        names=names,
+        num_workers=count,
+        host=socket.gethostname() if is_local else None,
+    )
 
 
 def read_jobs_file(folder: Path) -> tuple[StartedWorkers, ...]:

@@ -186,6 +186,7 @@ class Calibration(FiniteFrozen):
 
     def rates(self) -> MeasuredRates:
         """The few numbers that an estimate reads."""
+        indexed = self._best_rate("indexed")
         return MeasuredRates(
             date=self.date[:10],
             matmuls=self._matmul_rows(),
@@ -197,10 +198,11 @@ class Calibration(FiniteFrozen):
             score_seconds=self._score_seconds(),
             copies=self._bandwidth_rows("copy"),
             elementwise=self._bandwidth_rows("elementwise"),
-            indexed_values_per_second=self._indexed_rate(),
-            loss_bytes_per_second=max(
-                (one.bytes_per_second for one in self.traffic if one.kind == "loss"), default=None
-            ),
+            # Each value is read once and written once.
+            indexed_values_per_second=None
+            if indexed is None
+            else _short(indexed / (8 if self.is_cpu else 4)),
+            loss_bytes_per_second=self._best_rate("loss"),
             adamw_seconds_per_param=self._update_rates(TORCH),
             adamw_kernel_seconds_per_param=self._update_rates(KERNEL),
             nf4_weights_per_second=self.nf4_weights_per_second,
@@ -212,14 +214,10 @@ class Calibration(FiniteFrozen):
     def _update_rates(self, by: str) -> dict[str, float]:
         return {one.dtype: one.seconds_per_param for one in self.optimizers if one.by == by}
 
-    @property
-    def _gap_seconds(self) -> float:
-        gap = None if self.host_times is None else self.host_times.kernel_seconds
-        return gap or 0.0
-
     def _own_seconds(self, seconds: float) -> float:
         """A kernel's time without the gap around it, which estimates count apart."""
-        return _short(max(seconds - self._gap_seconds, LEAST_OWN_FRACTION * seconds))
+        gap = (None if self.host_times is None else self.host_times.kernel_seconds) or 0.0
+        return _short(max(seconds - gap, LEAST_OWN_FRACTION * seconds))
 
     def _matmul_rows(self) -> dict[str, tuple[MatmulRow, ...]]:
         rows = {
@@ -272,12 +270,8 @@ class Calibration(FiniteFrozen):
             for one in sorted(found, key=lambda one: one.tensor_bytes)
         )
 
-    def _indexed_rate(self) -> float | None:
-        """Each value is read once and written once."""
-        moved_bytes = 2 * (4 if self.is_cpu else 2)
-        found = (one.bytes_per_second for one in self.traffic if one.kind == "indexed")
-        best = max(found, default=None)
-        return None if best is None else _short(best / moved_bytes)
+    def _best_rate(self, kind: str) -> float | None:
+        return max((one.bytes_per_second for one in self.traffic if one.kind == kind), default=None)
 
     def _host_rates(self) -> dict[str, float | None]:
         times = self.host_times

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from importlib import resources
 from typing import Any
 
 from tightfit.core.errors import InvalidInputError, NotFoundError, UserError
-from tightfit.core.suggest import did_you_mean, nearest
+from tightfit.core.text import did_you_mean, nearest, printable
 from tightfit.core.units import GB, GIB, MIB, TERA
-from tightfit.core.validation import printable
 from tightfit.hardware.types import Gpu, Price
 
 UNSTATED_MEMORY_FRACTION = 0.93
@@ -43,6 +42,12 @@ class GpuMatch:
     gpu: Gpu
     others: tuple[str, ...] = ()
     """Names of other variants; empty where the name says which one."""
+
+    def warnings(self, name: str) -> list[str]:
+        """Say which variant a word was taken for, where it could mean several."""
+        if not self.others:
+            return []
+        return [f"`{name}` is read as {self.gpu.name}; also known: {', '.join(self.others)}."]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +96,7 @@ def match_gpu(name: str) -> GpuMatch:
     if match is not None:
         return match
     raise NotFoundError(
-        f"No GPU named `{_shorten(name)}` in the catalogue.{_suggestion(name)}",
+        f"No GPU named `{printable(name, most=60)}` in the catalogue.{_suggestion(name)}",
         remedy="tightfit hardware    (lists every GPU); a card of your own is defined in a cluster "
         'file: `gpu: {name: "My Card", memory: 12GiB, like: "RTX 3060"}`',
     )
@@ -103,15 +108,15 @@ def search_gpus(word: str) -> list[Gpu]:
     rows = _rows()
     if not key:
         return list_gpus()
-    inside = [name for name, row in rows.items() if _contains(row, key)]
+    inside = [
+        name
+        for name, row in rows.items()
+        if any(key in _normal(alias) or key in alias.casefold() for alias in _names(row))
+    ]
     if not inside:
         by_alias = {alias: name for name, row in rows.items() for alias in _names(row)}
         inside = list(dict.fromkeys(by_alias[alias] for alias in nearest(word, by_alias, most=5)))
     return [_gpu(name) for name in inside]
-
-
-def _contains(row: _Row, key: str) -> bool:
-    return any(key in _normal(alias) or key in alias.casefold() for alias in _names(row))
 
 
 def describe_gpu(name: str) -> GpuRecord:
@@ -122,7 +127,13 @@ def describe_gpu(name: str) -> GpuRecord:
         gpu=gpu,
         family=row["family"],
         aliases=tuple(_names(row)[1:]),
-        numbers=tuple(_numbers(row)),
+        numbers=(
+            *(_number(*label, row[key]) for key, label in _LABELS.items() if key in row),
+            *(
+                _number(f"peak {kind}, dense", "TFLOP/s", number)
+                for kind, number in row["peak_tflops_dense"].items()
+            ),
+        ),
     )
 
 
@@ -173,7 +184,7 @@ def _others(row_name: str, key: str) -> tuple[str, ...]:
 
 
 def _match_with_memory(name: str) -> GpuMatch | None:
-    """`RTX 4090-24GB`: a known name with its memory said too, which must be true."""
+    """`RTX 4090-24GB`: a known name with its memory, which must be true."""
     stated = _STATED_MEMORY.fullmatch(name.strip())
     if stated is None or not _normal(stated.group(1)):
         return None
@@ -187,7 +198,11 @@ def _match_with_memory(name: str) -> GpuMatch | None:
     named = (
         [row for row in rows.values() if row["family"] == family]
         if key in defaults
-        else [row for row in rows.values() if _has_prefix(row, key)]
+        else [
+            row
+            for row in rows.values()
+            if any(_normal(alias).startswith(key) for alias in _names(row))
+        ]
     )
     right = [row for row in named if _marketing_gb(row) == gigabytes]
     if right:
@@ -200,23 +215,16 @@ def _match_with_memory(name: str) -> GpuMatch | None:
     )
 
 
-def _has_prefix(row: _Row, key: str) -> bool:
-    return any(_normal(alias).startswith(key) for alias in _names(row))
-
-
 def _suggestion(name: str) -> str:
     stated = _STATED_MEMORY.fullmatch(name.strip())
     # The memory would make any card of that size look near; the name comes first.
-    said = did_you_mean(_shorten(stated.group(1) if stated else name), gpu_names())
-    if said or stated is None:
-        return said
+    word = stated.group(1) if stated else name
+    suggested = did_you_mean(printable(word, most=60), gpu_names())
+    if suggested or stated is None:
+        return suggested
     size = int(stated.group(2))
     same = [row["name"] for row in _rows().values() if _marketing_gb(row) == size]
     return f" Cards with {size} GB: {', '.join(same)}." if same else ""
-
-
-def _shorten(name: str) -> str:
-    return printable(name, most=60)
 
 
 def _marketing_gb(row: _Row) -> float:
@@ -229,11 +237,12 @@ def _gpu(name: str) -> Gpu:
     memory_bytes, memory_note = _memory_bytes(row)
     nvlink = row.get("nvlink_gb_per_s_one_direction")
     best = row.get("achievable_bf16_tflops")
+    major, dot, minor = row["compute_capability"]["value"].partition(".")
     return Gpu(
         name=name,
         marketing_gb=_marketing_gb(row),
         memory_bytes=memory_bytes,
-        compute_capability=_capability(row["compute_capability"]["value"]),
+        compute_capability=(int(major), int(minor)) if dot else None,
         peak_flops={
             kind: number["value"] * TERA for kind, number in row["peak_tflops_dense"].items()
         },
@@ -244,7 +253,18 @@ def _gpu(name: str) -> Gpu:
         supports_bf16=row["bf16_supported"]["value"],
         achievable_bf16_flops=best["value"] * TERA if best else None,
         tdp_watts=row["tdp_w"]["value"],
-        prices=tuple(_price(price) for price in row["prices"]),
+        prices=tuple(
+            Price(
+                cloud=price["cloud"],
+                usd_per_gpu_hour=price["median_usd_per_gpu_hour"],
+                usd_per_gpu_hour_min=price["min_usd_per_gpu_hour"],
+                usd_per_gpu_hour_spot=price["spot_median_usd_per_gpu_hour"],
+                includes_host=price["includes_host"],
+                date=_document()["price_date"],
+                source=f"{price['accelerator']} in {_source(price['source'])}",
+            )
+            for price in row["prices"]
+        ),
         source=f"catalogue:{name}",
         notes="; ".join(note for note in (row.get("notes", ""), memory_note) if note),
     )
@@ -263,25 +283,8 @@ def _memory_bytes(row: _Row) -> tuple[int, str]:
     return int(_marketing_gb(row) * GIB * UNSTATED_MEMORY_FRACTION), note
 
 
-def _capability(text: str) -> tuple[int, int] | None:
-    major, dot, minor = text.partition(".")
-    return (int(major), int(minor)) if dot else None
-
-
-def _price(price: _Row) -> Price:
-    return Price(
-        cloud=price["cloud"],
-        usd_per_gpu_hour=price["median_usd_per_gpu_hour"],
-        usd_per_gpu_hour_min=price["min_usd_per_gpu_hour"],
-        usd_per_gpu_hour_spot=price["spot_median_usd_per_gpu_hour"],
-        includes_host=price["includes_host"],
-        date=_document()["price_date"],
-        source=f"{price['accelerator']} in {_source(price['source'])}",
-    )
-
-
 def _source(key: str) -> str:
-    """A source key in full; words stand for themselves."""
+    """A source key in full; other words as they are."""
     sources: dict[str, str] = _document()["sources"]
     return sources.get(key, key)
 
@@ -298,14 +301,6 @@ _LABELS = {
     "bf16_supported": ("bf16", ""),
     "tdp_w": ("power", "W"),
 }
-
-
-def _numbers(row: _Row) -> Iterator[SourcedNumber]:
-    for key, (label, unit) in _LABELS.items():
-        if key in row:
-            yield _number(label, unit, row[key])
-    for kind, number in row["peak_tflops_dense"].items():
-        yield _number(f"peak {kind}, dense", "TFLOP/s", number)
 
 
 def _number(label: str, unit: str, number: _Row) -> SourcedNumber:
@@ -354,11 +349,12 @@ class GpuGuess:
     is_slice: bool = False
 
 
-def guess_gpu(kind: str | None, hints: Sequence[str]) -> GpuGuess:
+@lru_cache(maxsize=1024)
+def guess_gpu(kind: str | None, hints: tuple[str, ...]) -> GpuGuess:
     """The catalogue's GPU for a type word (None: not stated) beside free-form hints.
 
     In order: the type itself, a MIG profile, a hint that names a GPU, and last the
-    slowest card that has the memory and architecture the hints speak of.
+    slowest card that has the memory and architecture that the hints name.
     """
     mig = _MIG.fullmatch(kind) if kind else None
     if mig is not None:
@@ -371,10 +367,13 @@ def guess_gpu(kind: str | None, hints: Sequence[str]) -> GpuGuess:
         match = _try_match(hint)
         if match is not None:
             guess = _narrow(hint, match, hints)
-            said = f"GPU type `{kind}`" if kind else "A GPU type that is not stated"
-            note = f"{said} is read as {match.gpu.name} by the feature `{hint}`."
+            note = f"{_type(kind)} is read as {match.gpu.name} by the feature `{hint}`."
             return GpuGuess(gpu=guess.gpu, warnings=guess.warnings or (note,))
     return _by_memory(kind, hints)
+
+
+def _type(kind: str | None) -> str:
+    return f"GPU type `{kind}`" if kind else "A GPU type that is not stated"
 
 
 def _try_match(word: str) -> GpuMatch | None:
@@ -409,7 +408,6 @@ def _memory_sizes(hints: Sequence[str]) -> set[float]:
 
 
 def _by_memory(kind: str | None, hints: Sequence[str]) -> GpuGuess:
-    said = f"GPU type `{kind}`" if kind else "A GPU type that is not stated"
     words = {word for hint in (*hints, kind or "") for word in re.split(r"[^a-z]+", hint.lower())}
     generations = [part for word in sorted(words) for part in _ARCHITECTURES.get(word, ())]
     sizes = _memory_sizes([*hints, kind or ""])
@@ -417,22 +415,18 @@ def _by_memory(kind: str | None, hints: Sequence[str]) -> GpuGuess:
         gpu
         for gpu in list_gpus()
         if gpu.marketing_gb in sizes and gpu.compute_capability is not None
-        if not generations or any(_is_of(gpu, generation) for generation in generations)
+        if not generations
+        or any(gpu.compute_capability[: len(part)] == part for part in generations)
     ]
     if not fitting:
         known = f" (features: {', '.join(hints)})" if hints else ""
-        note = f"{said}{known} is not in the catalogue; its nodes are left out."
+        note = f"{_type(kind)}{known} is not in the catalogue; its nodes are left out."
         return GpuGuess(
             gpu=None, warnings=(note + " Describe them in a cluster YAML to plan for them.",)
         )
     slowest = min(fitting, key=lambda gpu: max(gpu.peak_flops.values()))
-    note = f"{said} is planned as {slowest.name}, the slowest known card with its memory."
+    note = f"{_type(kind)} is planned as {slowest.name}, the slowest known card with its memory."
     return GpuGuess(gpu=slowest, warnings=(note,))
-
-
-def _is_of(gpu: Gpu, generation: tuple[int, ...]) -> bool:
-    capability = gpu.compute_capability
-    return capability is not None and capability[: len(generation)] == generation
 
 
 def _slice(mig: re.Match[str]) -> GpuGuess:

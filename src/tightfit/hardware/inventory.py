@@ -1,19 +1,82 @@
-"""A cluster's nodes as they are now, and the groups of equal nodes that can be planned for."""
+"""A cluster's nodes as its own commands report them, and the groups that can be planned for."""
 
 from __future__ import annotations
 
 import math
+import os
+import shlex
+import subprocess
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import lru_cache
+from typing import Any
 
 from tightfit.core.errors import SetupError
+from tightfit.core.text import list_some
 from tightfit.core.units import GIB
 from tightfit.hardware.catalogue import GpuGuess, guess_gpu
 from tightfit.hardware.local import describe_cpu_node
 from tightfit.hardware.types import Cluster, Gpu, Node, NodeGroup
+
+# Run a cluster's own command for a bounded time, and turn its failure into one message.
+
+
+class CommandMissingError(SetupError):
+    """The command is not installed, so that another way may be tried."""
+
+
+RunCommand = Callable[[Sequence[str], float], str]
+"""Arguments and seconds in, standard output out. Tests put recorded outputs in its place."""
+
+_REFORMATTING = ("SINFO_", "SQUEUE_", "SLURM_TIME_FORMAT", "SLURM_JSON", "SLURM_YAML")
+_WITHOUT = "without a cluster: tightfit plan MODEL --on 4xV100-32GB"
+"""Named with its verb: those that start something take no hardware in words."""
+
+
+def run_command(arguments: Sequence[str], timeout_seconds: float) -> str:
+    """Standard output of the command, or an SetupError that says what went wrong."""
+    command = arguments[0]
+    # A user's SINFO_FORMAT or a translated locale would change what is printed.
+    environment = {
+        key: value for key, value in os.environ.items() if not key.startswith(_REFORMATTING)
+    }
+    environment["LC_ALL"] = "C"
+    try:
+        done = subprocess.run(
+            list(arguments),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=timeout_seconds,
+            env=environment,
+            check=False,
+        )
+    except FileNotFoundError as error:
+        raise CommandMissingError(
+            f"The command `{command}` is not on this machine.",
+            remedy=f"run this where it is installed; {_WITHOUT}",
+        ) from error
+    except subprocess.TimeoutExpired as error:
+        raise SetupError(
+            f"`{command}` gave no answer in {timeout_seconds:.0f} s.",
+            remedy=f"see whether the cluster is up; {_WITHOUT}",
+        ) from error
+    except OSError as error:
+        raise SetupError(
+            f"`{command}` does not start: {error.strerror or error}.",
+            remedy=f"run it by hand to see why; {_WITHOUT}",
+        ) from error
+    if done.returncode != 0:
+        raise SetupError(
+            f"`{command}` failed: {_last_line(done.stderr) or f'exit code {done.returncode}'}",
+            remedy=f"run by hand: {shlex.join(arguments)}",
+        )
+    return done.stdout.decode("utf-8", "replace")
+
+
+def _last_line(stream: bytes) -> str:
+    lines = stream.decode("utf-8", "replace").strip().splitlines()
+    return lines[-1].strip()[:300] if lines else ""
 
 
 class NodeState(str, Enum):
@@ -24,7 +87,7 @@ class NodeState(str, Enum):
     """Some of it is taken, some is not."""
     ALLOCATED = "allocated"
     READY = "ready"
-    """Takes jobs; how many it has is not told."""
+    """Takes jobs; how many it has is not known."""
     RESERVED = "reserved"
     """Kept for other jobs, or in maintenance: ours may wait for it."""
     DRAINED = "drained"
@@ -48,11 +111,11 @@ class NodeGpus:
     """What else the cluster says of the node; some of it may name the card."""
     count: int
     num_free: int | None
-    """That no job holds, on a node that takes jobs. None: not told."""
+    """That no job holds, on a node that takes jobs. None: not known."""
 
     @property
     def guess(self) -> GpuGuess:
-        return _guess(self.kind, self.hints)
+        return guess_gpu(self.kind, self.hints)
 
     @property
     def name(self) -> str:
@@ -61,14 +124,9 @@ class NodeGpus:
         return gpu.name if gpu is not None else self.kind or "GPU of unknown type"
 
 
-@lru_cache(maxsize=1024)
-def _guess(kind: str | None, hints: tuple[str, ...]) -> GpuGuess:
-    return guess_gpu(kind, hints)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterNode:
-    """One machine of a cluster. A None was not told."""
+    """One machine of a cluster. None: not known."""
 
     name: str
     pools: tuple[str, ...]
@@ -100,16 +158,12 @@ class ClusterNode:
     @property
     def kind(self) -> str:
         """`2 x A100-SXM4-40GB`, `CPU`: nodes of one partition are counted together by it."""
-        if not self.devices:
-            return "CPU"
-        return " + ".join(f"{devices.count} x {devices.name}" for devices in self.devices)
+        return " + ".join(f"{one.count} x {one.name}" for one in self.devices) or "CPU"
 
     @property
     def is_free(self) -> bool | None:
-        """Nothing of it is taken. None: not told."""
-        if self.state is NodeState.READY:
-            return None
-        return self.state is NodeState.IDLE
+        """Nothing of it is taken. None: not known."""
+        return None if self.state is NodeState.READY else self.state is NodeState.IDLE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +195,21 @@ class Inventory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InventoryRow:
+class InventoryTotals:
+    """Of some nodes, each counted once. What a node has counts even while it is down; what is free
+    does not."""
+
+    num_nodes: int
+    num_free_nodes: int | None
+    num_gpus: int
+    num_free_gpus: int | None
+    num_cores: int
+    num_free_cores: int | None
+    memory_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InventoryRow(InventoryTotals):
     """Nodes of one kind in one pool."""
 
     pool: NodePool
@@ -153,37 +221,11 @@ class InventoryRow:
         counted = Counter(node.state for node in self.nodes)
         return {state: counted[state] for state in NodeState if counted[state]}
 
-    @property
-    def num_gpus(self) -> int:
-        return sum(node.num_gpus for node in self.nodes)
-
-    @property
-    def num_free_gpus(self) -> int | None:
-        return self._free([node.num_free_gpus for node in self.nodes])
-
-    @property
-    def num_free_nodes(self) -> int | None:
-        frees = [node.is_free for node in self.nodes]
-        return self._free([None if free is None else int(free) for free in frees])
-
-    @property
-    def num_free_cores(self) -> int | None:
-        return self._free([free_cores(node) for node in self.nodes])
-
-    def _free(self, amounts: Sequence[int | None]) -> int | None:
-        """A closed partition starts nothing, whatever is free in it."""
-        return sum_known(amounts) if self.pool.is_open else 0
-
-
-def free_cores(node: ClusterNode) -> int | None:
-    """Cores a job could have now: none where the node takes no jobs."""
-    return node.num_free_cores if node.state.takes_jobs else 0
-
 
 def list_inventory_rows(inventory: Inventory) -> list[InventoryRow]:
     """By pool and kind of node; those with GPUs first. A node of two pools is in the rows of both.
 
-    Memory and cores may differ within a row: `plannable.py` goes by the smallest.
+    Memory and cores may differ within a row: `plannable_cluster` goes by the smallest.
     """
     pools = {pool.name: pool for pool in inventory.pools}
     found: dict[tuple[str, str], list[ClusterNode]] = defaultdict(list)
@@ -191,51 +233,46 @@ def list_inventory_rows(inventory: Inventory) -> list[InventoryRow]:
         for pool in pools.keys() & set(node.pools):
             found[(pool, node.kind)].append(node)
     rows = [
-        InventoryRow(pool=pools[name], kind=kind, nodes=tuple(nodes))
+        # A closed partition starts nothing, whatever is free in it.
+        InventoryRow(
+            pool=pools[name],
+            kind=kind,
+            nodes=tuple(nodes),
+            **_count(nodes, nodes if pools[name].is_open else ()),
+        )
         for (name, kind), nodes in found.items()
     ]
     return sorted(rows, key=lambda row: (row.pool.name, row.num_gpus == 0, row.kind))
 
 
-def sum_known(amounts: Sequence[int | None]) -> int | None:
-    """Their sum; None where one of them was not told."""
-    total = 0
-    for amount in amounts:
-        if amount is None:
-            return None
-        total += amount
-    return total
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InventoryTotals:
-    """Of all nodes, each counted once."""
-
-    num_nodes: int
-    num_free_nodes: int | None
-    num_gpus: int
-    num_free_gpus: int | None
-    num_cores: int
-    num_free_cores: int | None
-    memory_bytes: int
-
-
 def count_totals(inventory: Inventory) -> InventoryTotals:
-    """What a node has counts even while it is down; what is free does not. Closed pools have
-    nothing free, unless the node is in an open one too."""
+    """Of all nodes. Closed pools have nothing free, unless the node is in an open one too."""
     opened = {pool.name for pool in inventory.pools if pool.is_open}
-    nodes = inventory.nodes
-    usable = [node for node in nodes if opened.intersection(node.pools)]
-    frees = [node.is_free for node in usable]
-    return InventoryTotals(
-        num_nodes=len(nodes),
-        num_free_nodes=sum_known([None if free is None else int(free) for free in frees]),
-        num_gpus=sum(node.num_gpus for node in nodes),
-        num_free_gpus=sum_known([node.num_free_gpus for node in usable]),
-        num_cores=sum(node.num_cores or 0 for node in nodes),
-        num_free_cores=sum_known([free_cores(node) for node in usable]),
-        memory_bytes=sum(node.memory_bytes or 0 for node in nodes),
-    )
+    usable = [node for node in inventory.nodes if opened.intersection(node.pools)]
+    return InventoryTotals(**_count(inventory.nodes, usable))
+
+
+def _count(nodes: Sequence[ClusterNode], usable: Sequence[ClusterNode]) -> dict[str, Any]:
+    return {
+        "num_nodes": len(nodes),
+        "num_free_nodes": sum_known([node.is_free for node in usable]),
+        "num_gpus": sum(node.num_gpus for node in nodes),
+        "num_free_gpus": sum_known([node.num_free_gpus for node in usable]),
+        "num_cores": sum(node.num_cores or 0 for node in nodes),
+        "num_free_cores": sum_known([free_cores(node) for node in usable]),
+        "memory_bytes": sum(node.memory_bytes or 0 for node in nodes),
+    }
+
+
+def free_cores(node: ClusterNode) -> int | None:
+    """Cores a job could have now: none where the node takes no jobs."""
+    return node.num_free_cores if node.state.takes_jobs else 0
+
+
+def sum_known(amounts: Sequence[int | None]) -> int | None:
+    """Their sum; None where one of them is not known."""
+    known = [amount for amount in amounts if amount is not None]
+    return sum(known) if len(known) == len(amounts) else None
 
 
 def list_assumptions(inventory: Inventory) -> list[str]:
@@ -246,6 +283,8 @@ def list_assumptions(inventory: Inventory) -> list[str]:
 
 # The part of an inventory that can be planned for: groups of equal nodes that take jobs.
 
+_Usable = Sequence[tuple[str, ClusterNode]]
+"""Nodes that take jobs, each with one of its open pools."""
 _Key = tuple[str, str, int, str]
 """Pool, the cluster's word for the GPU, GPUs per node, the GPU: one word may mean several."""
 _Member = tuple[ClusterNode, NodeGpus]
@@ -260,49 +299,55 @@ def plannable_cluster(inventory: Inventory) -> Cluster:
     pools = {pool.name: pool for pool in inventory.pools}
     has_gpus = any(node.devices for node in inventory.nodes)
     warnings = [*inventory.warnings, *_left_out(inventory)]
+    usable = [
+        (pool, node)
+        for node in inventory.nodes
+        for pool in node.pools
+        if pool in pools and pools[pool].is_open and node.state.takes_jobs
+    ]
     if has_gpus:
-        groups = _gpu_groups(inventory, pools, warnings)
+        groups = _gpu_groups(usable, pools, warnings)
         warnings += _cpus_left_out(inventory)
     else:
-        groups = _cpu_groups(inventory, pools, warnings)
+        groups = _cpu_groups(usable, pools, warnings)
     if not groups:
-        raise _nothing(inventory, warnings)
+        system, _, partition = inventory.source.partition(":")
+        where = f"Partition {partition}" if partition else f"The cluster ({system})"
+        detail = f" {' '.join(warnings[:3])}" if warnings else ""
+        raise SetupError(
+            f"{where} has no {'GPU node' if has_gpus else 'node'} that can be planned for.{detail}",
+            remedy=f"tightfit hardware --on {system} --each    (every node and its state)",
+        )
     planned = [node for node in inventory.nodes if bool(node.devices) == has_gpus]
-    warnings += _shared_nodes(planned, set(pools))
+    shared = {tuple(pool for pool in node.pools if pool in pools) for node in planned}
+    for names in sorted(names for names in shared if len(names) > 1):
+        warnings.append(f"Partitions {' and '.join(names)} share nodes; they are listed in each.")
     return Cluster(
         groups=tuple(groups), source=inventory.source, warnings=tuple(dict.fromkeys(warnings))
     )
 
 
-def _usable(inventory: Inventory, pools: dict[str, NodePool]) -> Iterator[tuple[str, ClusterNode]]:
-    for node in inventory.nodes:
-        for pool in node.pools:
-            if pool in pools and pools[pool].is_open and node.state.takes_jobs:
-                yield pool, node
-
-
 def _gpu_groups(
-    inventory: Inventory, pools: dict[str, NodePool], warnings: list[str]
+    usable: _Usable, pools: dict[str, NodePool], warnings: list[str]
 ) -> list[NodeGroup]:
     members: dict[_Key, list[_Member]] = defaultdict(list)
-    for pool, node in _usable(inventory, pools):
+    for pool, node in usable:
         for devices in node.devices:
             # A job uses one slice of a card, however many the node has.
             count = 1 if devices.guess.is_slice else devices.count
             members[(pool, devices.label, count, devices.name)].append((node, devices))
     groups = []
     for key, inside in sorted(members.items()):
-        guess, limit = inside[0][1].guess, pools[key[0]].max_seconds
+        guess = inside[0][1].guess
         warnings += guess.warnings
         if guess.gpu is not None:
-            group = _gpu_group(guess.gpu, inside, count=key[2])
-            name = _name_group(key, list(members))
-            groups.append(group.model_copy(update={"name": name, "max_seconds": limit}))
+            name, limit = _name_group(key, list(members)), pools[key[0]].max_seconds
+            groups.append(_gpu_group(name, guess.gpu, inside, count=key[2], max_seconds=limit))
     return groups
 
 
 def _name_group(key: _Key, keys: Sequence[_Key]) -> str:
-    """The pool's name, with what tells the group from others of the pool."""
+    """The pool's name, with what distinguishes the group from others of the pool."""
     pool, label, count, gpu = key
     if pool and [other[0] for other in keys].count(pool) == 1:
         return pool
@@ -310,12 +355,13 @@ def _name_group(key: _Key, keys: Sequence[_Key]) -> str:
     return f"{pool}/{count}x{label if is_unique else gpu}".lstrip("/")
 
 
-def _gpu_group(gpu: Gpu, members: Sequence[_Member], *, count: int) -> NodeGroup:
+def _gpu_group(
+    name: str, gpu: Gpu, members: Sequence[_Member], *, count: int, max_seconds: float | None
+) -> NodeGroup:
     nodes, free = [node for node, _ in members], [devices.num_free for _, devices in members]
     says_nvlink = any("nvlink" in feature.casefold() for feature in nodes[0].features)
-    has_free = [None if number is None else int(number >= count) for number in free]
     return NodeGroup(
-        name=gpu.name,
+        name=name,
         node=Node(
             gpu=gpu,
             num_gpus=count,
@@ -325,25 +371,28 @@ def _gpu_group(gpu: Gpu, members: Sequence[_Member], *, count: int) -> NodeGroup
             has_nvlink=True if says_nvlink and gpu.nvlink_bytes_per_second else None,
         ),
         num_nodes=len(nodes),
-        num_free_nodes=sum_known(has_free),
+        num_free_nodes=sum_known([None if one is None else one >= count for one in free]),
+        max_seconds=max_seconds,
         num_free_gpus=sum_known(free),
     )
 
 
 def _cpu_groups(
-    inventory: Inventory, pools: dict[str, NodePool], warnings: list[str]
+    usable: _Usable, pools: dict[str, NodePool], warnings: list[str]
 ) -> list[NodeGroup]:
     """By pool, cores and about the same memory (steps of 1.4)."""
     members: dict[tuple[str, int, int], list[ClusterNode]] = defaultdict(list)
-    untold = []
-    for pool, node in _usable(inventory, pools):
+    unknown = []
+    for pool, node in usable:
         if not node.num_cores or not node.memory_bytes:
-            untold.append(node.name)
+            unknown.append(node.name)
             continue
         step = round(2 * math.log2(max(1.0, node.memory_bytes / GIB)))
         members[(pool, node.num_cores, step)].append(node)
-    if untold:
-        warnings.append(f"{join_some(untold)}: the cluster tells no cores or no memory; left out.")
+    if unknown:
+        warnings.append(
+            f"{list_some(unknown)}: the cluster states no cores or no memory; left out."
+        )
     kinds = [pool for pool, _, _ in members]
     sizes = [(pool, cores) for pool, cores, _ in members]
     groups = []
@@ -354,16 +403,14 @@ def _cpu_groups(
             label = f"{label}-{round(memory / GIB)}GiB"
         name = pool if pool and kinds.count(pool) == 1 else label
         groups.append(_cpu_group(name, nodes, max_seconds=pools[pool].max_seconds))
-    if groups:
-        notes = dict.fromkeys(group.node.gpu.notes for group in groups)
-        warnings += [f"CPU nodes, {note}." for note in notes]
+    notes = dict.fromkeys(group.node.gpu.notes for group in groups)
+    warnings += [f"CPU nodes, {note}." for note in notes]
     return groups
 
 
 def _cpu_group(name: str, nodes: Sequence[ClusterNode], *, max_seconds: float | None) -> NodeGroup:
     memory = min(node.memory_bytes or 1 for node in nodes)
     cores = min(node.num_cores or 1 for node in nodes)
-    free = sum_known([None if node.is_free is None else int(node.is_free) for node in nodes])
     cpu = describe_cpu_node(
         num_cores=cores,
         memory_bytes=memory,
@@ -380,13 +427,13 @@ def _cpu_group(name: str, nodes: Sequence[ClusterNode], *, max_seconds: float | 
             disk_bytes=_smallest([node.disk_bytes for node in nodes]),
         ),
         num_nodes=len(nodes),
-        num_free_nodes=free,
+        num_free_nodes=sum_known([node.is_free for node in nodes]),
         max_seconds=max_seconds,
     )
 
 
 def _smallest(amounts: Sequence[int | None]) -> int | None:
-    """None where one was not told."""
+    """None where one is not known."""
     reported = [amount for amount in amounts if amount]
     return min(reported) if len(reported) == len(amounts) else None
 
@@ -396,14 +443,13 @@ def _left_out(inventory: Inventory) -> Iterator[str]:
     for pool in inventory.pools:
         if not pool.is_open:
             yield f"Partition {pool.name} takes no jobs at present; left out."
-    broken = [describe_unavailable(node) for node in inventory.nodes if not node.state.takes_jobs]
+    broken = [
+        f"{node.name} ({node.state_word}{f': {node.reason}' if node.reason else ''})"
+        for node in inventory.nodes
+        if not node.state.takes_jobs
+    ]
     if broken:
-        yield f"Left out, for taking no jobs: {join_some(broken)}."
-
-
-def describe_unavailable(node: ClusterNode) -> str:
-    """`gpu03 (drain: bad fan)`."""
-    return f"{node.name} ({node.state_word}{f': {node.reason}' if node.reason else ''})"
+        yield f"Left out, for taking no jobs: {list_some(broken)}."
 
 
 def _cpus_left_out(inventory: Inventory) -> Iterator[str]:
@@ -415,27 +461,5 @@ def _cpus_left_out(inventory: Inventory) -> Iterator[str]:
     source = inventory.source.partition(":")[0]
     remedy = f" (--on {source}:{only_cpus[0]} plans for them)" if only_cpus else ""
     count = "1 node" if len(plain) == 1 else f"{len(plain)} nodes"
-    names = join_some([node.name for node in plain])
+    names = list_some([node.name for node in plain])
     yield f"{count} without GPUs not planned for: {names}{remedy}."
-
-
-def join_some(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:4])
-    return shown if len(names) <= 4 else f"{shown} and {len(names) - 4} more"
-
-
-def _shared_nodes(nodes: Sequence[ClusterNode], named: set[str]) -> Iterator[str]:
-    shared = {tuple(pool for pool in node.pools if pool in named) for node in nodes}
-    for names in sorted(names for names in shared if len(names) > 1):
-        yield f"Partitions {' and '.join(names)} share nodes; they are listed in each."
-
-
-def _nothing(inventory: Inventory, warnings: Sequence[str]) -> SetupError:
-    system, _, partition = inventory.source.partition(":")
-    where = f"Partition {partition}" if partition else f"The cluster ({system})"
-    what = "GPU node" if any(node.devices for node in inventory.nodes) else "node"
-    detail = f" {' '.join(warnings[:3])}" if warnings else ""
-    return SetupError(
-        f"{where} has no {what} that can be planned for.{detail}",
-        remedy=f"tightfit hardware --on {system} --each    (every node and its state)",
-    )

@@ -6,26 +6,27 @@ import json
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
-from tightfit.core.errors import NotFoundError, SetupError
-from tightfit.core.suggest import did_you_mean
+from tightfit.core.errors import NotFoundError, SetupError, first_line
+from tightfit.core.text import did_you_mean
 from tightfit.hardware.catalogue import guess_gpu
-from tightfit.hardware.commands import CommandMissingError, RunCommand, run_command
 from tightfit.hardware.inventory import (
     ClusterNode,
+    CommandMissingError,
     Inventory,
     NodeGpus,
     NodePool,
     NodeState,
-    plannable_cluster,
+    RunCommand,
+    run_command,
 )
-from tightfit.hardware.types import Cluster
 
-# Which GPU and which pool a Kubernetes node's labels speak of, in each cloud's own words.
+# Which GPU and which pool a Kubernetes node's labels name, in each cloud's own words.
 
 _PRODUCT_LABELS = (
     "nvidia.com/gpu.product",  # NVIDIA GPU feature discovery
@@ -54,10 +55,7 @@ _INSTANCES = (
     (r"g6e\..*", "L40S"),
     (r"p3dn\..*|Standard_ND40rs_v2", "V100-SXM2-32GB"),
     (r"p3\..*|Standard_NC\d+r?s_v3", "V100-16GB"),
-    (
-        r"p4de\..*|a2-ultragpu-.*|Standard_ND96amsr_A100_v4",
-        "A100-80GB",
-    ),
+    (r"p4de\..*|a2-ultragpu-.*|Standard_ND96amsr_A100_v4", "A100-80GB"),
     (r"Standard_NC\d+ads_A100_v4", "A100-PCIE-80GB"),
     (r"p4d\..*|a2-highgpu-.*|a2-megagpu-.*|Standard_ND96asr_v4", "A100-40GB"),
     (r"p5\..*|a3-(?:high|mega)gpu-.*|Standard_ND96isr_H100_v5", "H100"),
@@ -86,20 +84,18 @@ def read_labels(labels: Mapping[str, str]) -> GpuLabels:
     named = [gpu for pattern, gpu in _INSTANCES if re.fullmatch(pattern, instance)]
     words = [_SHARED.sub("", word) for word in (*products, *named[:1])]
     replicas = labels.get("nvidia.com/gpu.replicas", "")
+    sizes: tuple[str, ...] = ()
+    mebibytes = labels.get("nvidia.com/gpu.memory", "")
+    if re.fullmatch(r"[0-9]{4,7}", mebibytes):
+        # The driver's total, somewhat below the size as sold.
+        whole = -(-int(mebibytes) // 1024)
+        sizes = (f"{whole}gb", f"{whole + 1}gb")
     return GpuLabels(
         product=words[0] if words else None,
-        hints=(*words[1:], *_memory_hints(labels.get("nvidia.com/gpu.memory", ""))),
+        hints=(*words[1:], *sizes),
         pool=next((labels[key] for key in _POOL_LABELS if labels.get(key)), None),
         replicas=max(1, int(replicas)) if re.fullmatch(r"[0-9]{1,4}", replicas) else 1,
     )
-
-
-def _memory_hints(mebibytes: str) -> tuple[str, ...]:
-    """The label is the driver's total in MiB, some way below the size as sold."""
-    if not re.fullmatch(r"[0-9]{4,7}", mebibytes):
-        return ()
-    whole = -(-int(mebibytes) // 1024)
-    return tuple(f"{size}gb" for size in (whole, whole + 1))
 
 
 # The nodes and pods of a Kubernetes cluster, by kubectl or by the official Python client.
@@ -127,11 +123,9 @@ def read_nodes_and_pods(run: RunCommand) -> Lists:
         nodes = _parse(run(NODES_COMMAND, TIMEOUT_SECONDS), "nodes")
     except CommandMissingError as error:
         return read_by_client(error)
-    try:
-        pods = _parse(run(PODS_COMMAND, TIMEOUT_SECONDS), "pods")
-    except SetupError:
-        return nodes, None
-    return nodes, pods
+    with suppress(SetupError):
+        return nodes, _parse(run(PODS_COMMAND, TIMEOUT_SECONDS), "pods")
+    return nodes, None
 
 
 def _parse(text: str, what: str, *, by: str = "kubectl") -> list[KubernetesObject]:
@@ -162,50 +156,46 @@ def read_by_client(missing: CommandMissingError) -> Lists:
             config.load_kube_config(config_file=os.environ.get("KUBECONFIG"))
     except (config.ConfigException, OSError) as error:
         raise SetupError(
-            f"No Kubernetes cluster is configured: {_first_line(error)}",
+            f"No Kubernetes cluster is configured: {first_line(error)}",
             remedy="set KUBECONFIG, or put the cluster's file at ~/.kube/config",
         ) from error
     core = client.CoreV1Api()
-    nodes = _list_all(core, "list_node", "nodes")
-    try:
-        pods = _list_all(core, "list_pod_for_all_namespaces", "pods", field_selector=RUNNING)
-    except SetupError:
-        return nodes, None
-    return nodes, pods
+    nodes = _list_all(core.list_node, "nodes")
+    with suppress(SetupError):
+        every_pod = partial(core.list_pod_for_all_namespaces, field_selector=RUNNING)
+        return nodes, _list_all(every_pod, "pods")
+    return nodes, None
 
 
-def _list_all(core: Any, name: str, what: str, **options: object) -> list[KubernetesObject]:
+def _list_all(ask: Callable[..., Any], what: str) -> list[KubernetesObject]:
     """Every page as the JSON that the API sent: the client's models refuse what a server of
     another version, or a light one, leaves out."""
     from kubernetes.client.exceptions import ApiException
     from urllib3.exceptions import HTTPError
 
-    ask = partial(getattr(core, name), _preload_content=False, **options)
     found: list[KubernetesObject] = []
     start = None
     while True:
         try:
-            answer = ask(limit=PAGE, _continue=start, _request_timeout=REQUEST_SECONDS)
+            answer = ask(
+                limit=PAGE,
+                _continue=start,
+                _request_timeout=REQUEST_SECONDS,
+                _preload_content=False,
+            )
             text = answer.data.decode("utf-8", "replace")
-        except ApiException as error:
-            raise _refused(f"{error.status} {error.reason}") from error
-        except (HTTPError, OSError, ValueError) as error:
-            raise _refused(_first_line(error)) from error
+        except (ApiException, HTTPError, OSError, ValueError) as error:
+            why = first_line(error)
+            if isinstance(error, ApiException):
+                why = f"{error.status} {error.reason}"
+            raise SetupError(
+                f"The Kubernetes API does not answer: {why}",
+                remedy="see whether the cluster is up and KUBECONFIG names it",
+            ) from error
         found += _parse(text, what, by="The Kubernetes API")
         start = json.loads(text).get("metadata", {}).get("continue")
         if not start:
             return found
-
-
-def _refused(why: str) -> SetupError:
-    return SetupError(
-        f"The Kubernetes API does not answer: {why}",
-        remedy="see whether the cluster is up and KUBECONFIG names it",
-    )
-
-
-def _first_line(fault: Exception) -> str:
-    return (str(fault).strip().splitlines() or [type(fault).__name__])[0][:300]
 
 
 # Reading a Kubernetes API object without trusting its shape: quantities, requests, conditions.
@@ -229,6 +219,9 @@ def parse_quantity(text: object) -> float:
     return float(number) * (10.0 ** int(exponent) if exponent else _FACTORS.get(suffix, 1.0))
 
 
+T = TypeVar("T", list[Any], dict[str, Any])
+
+
 def at(thing: object, *keys: str) -> Any:
     """The value under nested keys, None where any is missing."""
     for key in keys:
@@ -236,14 +229,10 @@ def at(thing: object, *keys: str) -> Any:
     return thing
 
 
-def get_mapping(thing: object, *keys: str) -> dict[str, Any]:
+def _typed(kind: type[T], thing: object, *keys: str) -> T:
+    """The same, empty where it is of another type."""
     value = at(thing, *keys)
-    return value if isinstance(value, dict) else {}
-
-
-def get_list(thing: object, *keys: str) -> list[Any]:
-    value = at(thing, *keys)
-    return value if isinstance(value, list) else []
+    return value if isinstance(value, kind) else kind()
 
 
 def sum_requests(pods: Iterable[KubernetesObject]) -> dict[str, dict[str, float]]:
@@ -261,21 +250,21 @@ def sum_requests(pods: Iterable[KubernetesObject]) -> dict[str, dict[str, float]
 def _pod_request(pod: KubernetesObject) -> dict[str, float]:
     """What a pod holds: containers and sidecars together, or its largest init container."""
     total: dict[str, float] = defaultdict(float)
-    first = get_list(pod, "spec", "initContainers")
+    first = _typed(list, pod, "spec", "initContainers")
     sidecars = [one for one in first if at(one, "restartPolicy") == "Always"]
-    for container in (*get_list(pod, "spec", "containers"), *sidecars):
+    for container in (*_typed(list, pod, "spec", "containers"), *sidecars):
         for resource, amount in _container_request(container).items():
             total[resource] += amount
     for container in first:
         for resource, amount in _container_request(container).items():
             total[resource] = max(total[resource], amount)
-    return dict(total)
+    return total
 
 
 def _container_request(container: object) -> dict[str, float]:
-    limits = get_mapping(container, "resources", "limits")
-    requests = get_mapping(container, "resources", "requests")
-    return {name: parse_quantity(value) for name, value in {**limits, **requests}.items()}
+    resources = _typed(dict, container, "resources")
+    stated = {**_typed(dict, resources, "limits"), **_typed(dict, resources, "requests")}
+    return {name: parse_quantity(value) for name, value in stated.items()}
 
 
 IDLE_FRACTION = 0.9
@@ -284,11 +273,6 @@ BUSY_FRACTION = 0.1
 
 _OWN_TAINTS = ("node.kubernetes.io/", "nvidia.com/gpu", "amd.com/gpu")
 _CONTROL_TAINTS = ("node-role.kubernetes.io/control-plane", "node-role.kubernetes.io/master")
-
-
-def probe_kubernetes(pool: str | None = None, *, run: RunCommand = run_command) -> Cluster:
-    """What can be planned for; only the node pool `pool` where one is named."""
-    return plannable_cluster(probe_kubernetes_inventory(pool, run=run))
 
 
 def probe_kubernetes_inventory(
@@ -311,7 +295,9 @@ def build_inventory(
             "The Kubernetes cluster shows no nodes to this user.", remedy="kubectl get nodes"
         )
     held = None if pods is None else sum_requests(pods)
-    warnings = [] if pods is not None else [_UNKNOWN_USE]
+    warnings = []
+    if pods is None:
+        warnings.append("Pods may not be listed, so it is not known what is free.")
     found = [_node(node, held, warnings) for node in nodes]
     names = sorted({name for node in found for name in node.pools})
     if pool is not None and pool not in names:
@@ -329,63 +315,60 @@ def build_inventory(
     return inventory if pool is None else inventory.only(pool)
 
 
-_UNKNOWN_USE = "Pods may not be listed, so it is not known what is free."
-
-
 def _node(
     node: KubernetesObject, held: Mapping[str, Mapping[str, float]] | None, warnings: list[str]
 ) -> ClusterNode:
     name = str(at(node, "metadata", "name") or "?")
-    words = read_labels(get_mapping(node, "metadata", "labels"))
+    labels = read_labels(_typed(dict, node, "metadata", "labels"))
     taken = None if held is None else held.get(name, {})
-    error = _why_unusable(node)
-    devices = _devices(node, words, taken, takes_jobs=error is None)
-    if words.replicas > 1 and devices:
-        shared = f"{words.replicas} pods share each GPU in turns"
+    whole = {
+        resource: parse_quantity(at(node, "status", "allocatable", resource))
+        for resource in ("cpu", "memory", "ephemeral-storage")
+    }
+    free: dict[str, int] = {}
+    if taken is not None:
+        free = {key: max(0, int(whole[key] - taken.get(key, 0.0))) for key in whole}
+    problem = _why_unusable(node)
+    devices = _devices(node, labels, taken, takes_jobs=problem is None)
+    if labels.replicas > 1 and devices:
+        shared = f"{labels.replicas} pods share each GPU in turns"
         warnings.append(f"{devices[0].name}: {shared}; whole GPUs are counted.")
-    if error is None:
-        warnings += _taint_notes(node, name)
-    cores, free_cores = _amounts(node, "cpu", taken)
-    memory, free_memory = _amounts(node, "memory", taken)
-    state = _state(error, devices, cores, free_cores)
+    if problem is None:
+        # Taints that a job must tolerate, beside the customary ones of GPU nodes.
+        warnings += [
+            f"Node {name} wants a toleration for the taint {at(taint, 'key')}."
+            for taint in _typed(list, node, "spec", "taints")
+            if _keeps_out(taint, ("",)) and not _keeps_out(taint, _OWN_TAINTS)
+        ]
+    if problem is not None:
+        state = NodeState.DRAINED if problem in (_CORDONED, _CONTROL) else NodeState.DOWN
+    elif taken is None:
+        state = NodeState.READY
+    elif devices:
+        num_free = sum(one.num_free or 0 for one in devices)
+        state = _state(is_idle=num_free >= sum(one.count for one in devices), is_full=num_free <= 0)
+    else:
+        left = max(0.0, whole["cpu"] - taken.get("cpu", 0.0))
+        state = _state(
+            is_idle=left >= IDLE_FRACTION * whole["cpu"],
+            is_full=left <= BUSY_FRACTION * whole["cpu"],
+        )
     return ClusterNode(
         name=name,
-        pools=(words.pool or "",),
+        pools=(labels.pool or "",),
         devices=devices,
-        memory_bytes=int(memory) or None,
-        free_memory_bytes=None if free_memory is None else int(free_memory),
-        num_cores=int(cores) or None,
-        num_free_cores=None if free_cores is None else int(free_cores),
-        disk_bytes=int(parse_quantity(at(node, "status", "allocatable", "ephemeral-storage")))
-        or None,
+        memory_bytes=int(whole["memory"]) or None,
+        free_memory_bytes=free.get("memory"),
+        num_cores=int(whole["cpu"]) or None,
+        num_free_cores=free.get("cpu"),
+        disk_bytes=int(whole["ephemeral-storage"]) or None,
         state=state,
         state_word=state.value,
-        reason=error or "",
+        reason=problem or "",
     )
 
 
-def _amounts(
-    node: KubernetesObject, resource: str, taken: Mapping[str, float] | None
-) -> tuple[float, float | None]:
-    """What jobs may have of it, and what is left."""
-    whole = parse_quantity(at(node, "status", "allocatable", resource))
-    return whole, None if taken is None else max(0.0, whole - taken.get(resource, 0.0))
-
-
-def _state(
-    fault: str | None, devices: Sequence[NodeGpus], cores: float, free_cores: float | None
-) -> NodeState:
-    """Of a GPU node by its GPUs, of another by its cores."""
-    if fault is not None:
-        return NodeState.DRAINED if fault in (_CORDONED, _CONTROL) else NodeState.DOWN
-    if free_cores is None:
-        return NodeState.READY
-    free, whole, is_idle = free_cores, cores, free_cores >= IDLE_FRACTION * cores
-    is_full = free_cores <= BUSY_FRACTION * cores
-    if devices:
-        whole = sum(one.count for one in devices)
-        free = sum(one.num_free or 0 for one in devices)
-        is_idle, is_full = free >= whole, free <= 0
+def _state(*, is_idle: bool, is_full: bool) -> NodeState:
     return NodeState.IDLE if is_idle else NodeState.ALLOCATED if is_full else NodeState.MIXED
 
 
@@ -396,12 +379,12 @@ _CONTROL = "it is kept for the control plane"
 def _why_unusable(node: KubernetesObject) -> str | None:
     if at(node, "spec", "unschedulable"):
         return _CORDONED
-    conditions = get_list(node, "status", "conditions")
+    conditions = _typed(list, node, "status", "conditions")
     ready = [one for one in conditions if at(one, "type") == "Ready"]
     if ready and at(ready[0], "status") != "True":
         reported = str(at(ready[0], "message") or "").strip()
         return f"it is not ready{f': {reported[:160]}' if reported else ''}"
-    taints = get_list(node, "spec", "taints")
+    taints = _typed(list, node, "spec", "taints")
     return _CONTROL if any(_keeps_out(taint, _CONTROL_TAINTS) for taint in taints) else None
 
 
@@ -410,21 +393,12 @@ def _keeps_out(taint: object, keys: tuple[str, ...]) -> bool:
     return effect in ("NoSchedule", "NoExecute") and str(at(taint, "key")).startswith(keys)
 
 
-def _taint_notes(node: KubernetesObject, name: str) -> list[str]:
-    """Taints that a job must tolerate, beside the customary ones of GPU nodes."""
-    return [
-        f"Node {name} wants a toleration for the taint {at(taint, 'key')}."
-        for taint in get_list(node, "spec", "taints")
-        if _keeps_out(taint, ("",)) and not _keeps_out(taint, _OWN_TAINTS)
-    ]
-
-
 def _devices(
     node: KubernetesObject, words: GpuLabels, taken: Mapping[str, float] | None, *, takes_jobs: bool
 ) -> tuple[NodeGpus, ...]:
     """One entry per GPU resource; the cards' own name where the catalogue knows it."""
     found = []
-    for resource, value in get_mapping(node, "status", "allocatable").items():
+    for resource, value in _typed(dict, node, "status", "allocatable").items():
         mig, amount = GPU_RESOURCE.fullmatch(resource), int(parse_quantity(value))
         if mig is None or amount < 1:
             continue

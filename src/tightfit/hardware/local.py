@@ -9,10 +9,18 @@ from pathlib import Path
 
 import psutil
 
+from tightfit.core.text import count_of
 from tightfit.core.units import GIB, render_bytes
 from tightfit.hardware.catalogue import guess_gpu, list_gpus
-from tightfit.hardware.machine import Machine, model_cache, read_free_disk, read_machine
-from tightfit.hardware.nvml import DriverReading, GpuReading, read_driver
+from tightfit.hardware.machine import (
+    DriverReading,
+    GpuReading,
+    Machine,
+    model_cache,
+    read_driver,
+    read_free_disk,
+    read_machine,
+)
 from tightfit.hardware.types import Cluster, Gpu, Node, NodeGroup
 
 # The CPU as a training device: this machine's cores and RAM, shared by one or more processes.
@@ -25,7 +33,7 @@ BF16_TIMES_FP32 = {"amx_bf16": 16.0, "avx512_bf16": 2.0, "bf16": 2.0}
 """By CPU flag: a tile unit does 1024 operations a cycle, a dot product of pairs twice fp32's.
 Source: Intel 64 optimization manual, chapter on AMX; Arm BFDOT."""
 ASSUMED_HZ = 2.0e9
-"""Where neither the kernel nor psutil tells the clock."""
+"""Where neither the kernel nor psutil knows the clock."""
 ASSUMED_FLAG = "fma"
 """Of a node that only its scheduler describes: x86 servers have AVX2 with it since 2013."""
 BYTES_PER_SECOND_PER_CORE = 15e9
@@ -83,11 +91,9 @@ def probe_cpu(
     """This machine without its GPUs: `num_processes` that share its cores and its free RAM."""
     machine, chip = read_host(), read_chip()
     if num_processes > machine.num_usable_cores:
-        warnings = (
-            *warnings,
-            f"{num_processes} processes share {_count_cores(machine.num_usable_cores)}: "
-            "each runs slower than alone.",
-        )
+        shared = count_of(machine.num_usable_cores, "core")
+        note = f"{num_processes} processes share {shared}: each runs slower than alone."
+        warnings = (*warnings, note)
     node = Node(
         gpu=describe_cpu(machine, chip, num_processes=num_processes),
         num_gpus=num_processes,
@@ -119,7 +125,7 @@ def describe_cpu(machine: Machine, chip: CpuReading, *, num_processes: int = 1) 
     bandwidth = min(cores * BYTES_PER_SECOND_PER_CORE, MOST_BYTES_PER_SECOND / num_processes)
     clock = "an assumed clock" if chip.hz is None else f"{chip.hz / 1e9:.2g} GHz"
     return Gpu(
-        name=f"CPU, {_count_cores(max(1, round(cores)))}",
+        name=f"CPU, {count_of(max(1, round(cores)), 'core')}",
         marketing_gb=max(1.0, float(round(machine.usable_memory_bytes / GIB / num_processes))),
         memory_bytes=max(1, free // num_processes),
         compute_capability=None,
@@ -136,34 +142,31 @@ def describe_cpu(machine: Machine, chip: CpuReading, *, num_processes: int = 1) 
 def describe_cpu_node(
     *, num_cores: int, memory_bytes: int, features: Sequence[str] = (), threads_per_core: int = 1
 ) -> Gpu:
-    """A node's CPU, of which its scheduler tells cores and memory alone, as one process's device.
+    """A node's CPU, of which its scheduler states cores and memory alone, as one process's device.
 
     Hardware threads share a core's units: `num_cores` / `threads_per_core` count. The clock
-    is assumed, and AVX2, unless the node's features speak of more.
+    is assumed, and AVX2, unless the node's features name more.
     """
     words = " ".join(features).casefold()
     flag = "avx512f" if "avx512" in words or "amx" in words else ASSUMED_FLAG
     cores = max(1, num_cores // max(1, threads_per_core))
-    per_cycle = FLOPS_PER_CYCLE[flag]
-    units = "AVX-512" if flag == "avx512f" else "AVX2"
-    return Gpu(
-        name=f"CPU, {_count_cores(cores)}",
-        marketing_gb=max(1.0, float(round(memory_bytes / GIB))),
+    machine = Machine(
         memory_bytes=memory_bytes,
-        compute_capability=None,
-        peak_flops={"fp32": cores * ASSUMED_HZ * per_cycle},
-        memory_bytes_per_second=min(cores * BYTES_PER_SECOND_PER_CORE, MOST_BYTES_PER_SECOND),
-        pcie_bytes_per_second=LOOPBACK_BYTES_PER_SECOND,
-        supports_bf16=False,
-        is_cpu=True,
-        source="cores and memory as the cluster's scheduler tells them",
-        notes=f"assumed: {ASSUMED_HZ / 1e9:.2g} GHz, {units} "
-        f"({per_cycle:.0f} fp32 operations a cycle and core), no bf16 units",
+        available_memory_bytes=memory_bytes,
+        memory_limit_bytes=None,
+        num_cores=cores,
+        num_usable_cores=cores,
+        shm_bytes=None,
+        shm_free_bytes=None,
+        locked_memory_limit_bytes=None,
     )
-
-
-def _count_cores(number: int) -> str:
-    return "1 core" if number == 1 else f"{number} cores"
+    chip = CpuReading(model="", hz=None, flags=frozenset({flag}))
+    notes = (
+        f"assumed: {ASSUMED_HZ / 1e9:.2g} GHz, {'AVX-512' if flag == 'avx512f' else 'AVX2'} "
+        f"({FLOPS_PER_CYCLE[flag]:.0f} fp32 operations a cycle and core), no bf16 units"
+    )
+    source = "cores and memory as the cluster's scheduler states them"
+    return describe_cpu(machine, chip).model_copy(update={"source": source, "notes": notes})
 
 
 TORCH_SHARE_OF_TOTAL = 0.98
@@ -189,7 +192,13 @@ def probe_here(
     """The GPUs of this machine, one group per kind; its CPU where it has none."""
     reading = read_gpus()
     if not reading.gpus:
-        return probe_cpu(read_host=read_host, read_chip=read_chip, warnings=(_no_gpu(reading),))
+        why = f" ({reading.error})" if reading.error else ""
+        note = (
+            f"No NVIDIA GPU is to be seen on this machine{why}: its CPU is used (tightfit doctor)."
+        )
+        if reading.hidden:
+            note = f"CUDA_VISIBLE_DEVICES hides all {reading.hidden} GPUs: the CPU is used."
+        return probe_cpu(read_host=read_host, read_chip=read_chip, warnings=(note,))
     machine = read_host()
     warnings: list[str] = []
     if reading.hidden:
@@ -211,7 +220,7 @@ def _group(
     gpus: Sequence[GpuReading], machine: Machine, *, alone: bool, warnings: list[str]
 ) -> NodeGroup:
     guess = guess_gpu(gpus[0].name, ())
-    if guess.gpu is not None:  # one name may stand for several sizes; the driver tells which
+    if guess.gpu is not None:  # one name may mean several sizes; the driver shows which
         guess = guess_gpu(gpus[0].name, (f"{round(gpus[0].total_bytes / GIB)}gb",))
     if guess.gpu is None:
         gpu = gpu_from_reading(gpus[0])
@@ -263,7 +272,7 @@ def gpu_from_reading(reading: GpuReading) -> Gpu:
     """A card the catalogue does not know, from the driver's facts.
 
     fp32 is 2 x cores x clock, memory speed is bus width x clock x 2 (double data rate).
-    Tensor rates, and whatever the driver does not tell, follow the known card of the
+    Tensor rates, and whatever the driver does not say, follow the known card of the
     nearest compute capability.
     """
     near = nearest_gpu(reading)
@@ -297,20 +306,11 @@ def gpu_from_reading(reading: GpuReading) -> Gpu:
 def nearest_gpu(reading: GpuReading) -> Gpu:
     """The catalogue's card of the nearest compute capability, older first, then nearest memory."""
 
+    wanted = reading.compute_capability[0] + reading.compute_capability[1] / 10
+
     def distance(gpu: Gpu) -> tuple[float, bool, float]:
-        capability = gpu.compute_capability or (0, 0)
-        steps = _as_number(capability) - _as_number(reading.compute_capability)
+        major, minor = gpu.compute_capability or (0, 0)
+        steps = major + minor / 10 - wanted
         return abs(steps), steps > 0, abs(gpu.memory_bytes - reading.total_bytes)
 
     return min((gpu for gpu in list_gpus() if gpu.compute_capability), key=distance)
-
-
-def _as_number(capability: tuple[int, int]) -> float:
-    return capability[0] + capability[1] / 10
-
-
-def _no_gpu(reading: DriverReading) -> str:
-    if reading.hidden:
-        return f"CUDA_VISIBLE_DEVICES hides all {reading.hidden} GPUs: the CPU is used."
-    why = f" ({reading.fault})" if reading.fault else ""
-    return f"No NVIDIA GPU is to be seen on this machine{why}: its CPU is used (tightfit doctor)."

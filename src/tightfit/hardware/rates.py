@@ -9,10 +9,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import exp, log, log2, sqrt
 
+from tightfit.core.attention import Attention
 from tightfit.core.dtypes import Dtype
-from tightfit.core.strategy import Attention, Optimizer, Strategy
+from tightfit.core.optimizers import Optimizer
+from tightfit.core.strategy import Strategy
 from tightfit.hardware.types import (
     FP8,
     FP8_EXACT,
@@ -55,16 +58,10 @@ class MatmulTable:
             (log2(m), log2(n), log2(k), log(seconds / self._roofline(m, n, k)))
             for m, n, k, seconds in rows
         ]
-        self._seen: dict[tuple[float, float, float], float] = {}
+        self.seconds = lru_cache(maxsize=65_536)(self._seconds)
 
-    def seconds(self, m: float, n: float, k: float) -> float:
-        found = self._seen.get((m, n, k))
-        if found is None:
-            if len(self._seen) >= 65_536:
-                self._seen.clear()
-            found = self._roofline(m, n, k) * exp(self._correction(log2(m), log2(n), log2(k)))
-            self._seen[m, n, k] = found
-        return found
+    def _seconds(self, m: float, n: float, k: float) -> float:
+        return self._roofline(m, n, k) * exp(self._correction(log2(m), log2(n), log2(k)))
 
     def _roofline(self, m: float, n: float, k: float) -> float:
         moved = self._value_bytes * (m * n + m * k + n * k)
@@ -344,7 +341,7 @@ def _attention_rows(
         return (), ()
     is_sdpa = strategy.attention is Attention.SDPA
     masked = measured.masked_attention if is_sdpa else ()
-    if strategy.packing and strategy.attention is not Attention.EAGER:
+    if strategy.packing and strategy.attention.record.varlen != "never":
         return measured.document_attention, masked
     return measured.attention if is_sdpa else (), masked
 
@@ -356,7 +353,8 @@ def skips_cross_document_pairs(gpu: Gpu, strategy: Strategy) -> bool:
     it was measured.
     """
     plain, _ = _attention_rows(gpu.measured, strategy)
-    return strategy.packing and (strategy.attention is Attention.FLASH or bool(plain))
+    is_always = strategy.attention.record.varlen == "always"
+    return strategy.packing and (is_always or bool(plain))
 
 
 def _host_seconds(gpu: Gpu) -> dict[str, float]:

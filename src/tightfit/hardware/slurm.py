@@ -5,21 +5,20 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tightfit.core.errors import NotFoundError, SetupError, UserError
-from tightfit.core.suggest import did_you_mean
+from tightfit.core.text import did_you_mean
 from tightfit.core.units import MIB, parse_time_limit
-from tightfit.hardware.commands import RunCommand, run_command
 from tightfit.hardware.inventory import (
     ClusterNode,
     Inventory,
     NodeGpus,
     NodePool,
     NodeState,
-    plannable_cluster,
+    RunCommand,
+    run_command,
 )
-from tightfit.hardware.types import Cluster
 
 # What `sinfo` prints, as Slurm 20 to 25 print it: nodes, GRES, states and what jobs hold.
 
@@ -72,24 +71,8 @@ class Gres:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SlurmNode:
-    """One line: a node as a member of one partition."""
-
-    name: str
-    partition: str
-    is_partition_up: bool
-    gres: tuple[Gres, ...]
-    memory_mib: int
-    num_cores: int
-    state: str
-    max_seconds: float | None
-    disk_mib: int
-    features: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeDetails:
-    """What jobs hold on a node. A None was not told."""
+    """What jobs hold on a node. None: not stated."""
 
     held: tuple[Gres, ...] = ()
     num_shared_gpus: int = 0
@@ -100,8 +83,8 @@ class NodeDetails:
     reason: str = ""
 
 
-def parse_nodes(text: str) -> list[SlurmNode]:
-    """Lines of NODES_COMMAND."""
+def parse_nodes(text: str) -> list[tuple[NodePool, ClusterNode]]:
+    """Lines of NODES_COMMAND: a partition, and a node in it."""
     nodes = []
     for line in filter(str.strip, text.splitlines()):
         fields = line.strip().split("|", 9)
@@ -111,25 +94,38 @@ def parse_nodes(text: str) -> list[SlurmNode]:
                 remedy=f"run by hand: {shlex.join(NODES_COMMAND)}",
             )
         name, partition, available, gres, memory, cores, state, limit, disk, features = fields
-        nodes.append(
-            SlurmNode(
-                name=name,
-                partition=partition.rstrip("*"),
-                is_partition_up=available == "up",
-                gres=parse_gres(gres),
-                memory_mib=_whole_number(memory),
-                num_cores=_whole_number(cores),
-                state=state.casefold(),
-                max_seconds=_limit(limit),
-                disk_mib=_whole_number(disk),
-                features=_words(features),
-            )
+        words = (word.strip() for word in features.split(","))
+        known = tuple(word for word in words if word and word != "(null)")
+        pool = NodePool(
+            name=partition.rstrip("*"), max_seconds=_limit(limit), is_open=available == "up"
         )
+        node = ClusterNode(
+            name=name,
+            pools=(pool.name,),
+            devices=tuple(
+                NodeGpus(
+                    kind=one.kind,
+                    label=one.kind or "gpu",
+                    hints=known,
+                    count=one.count,
+                    num_free=None,
+                )
+                for one in parse_gres(gres)
+                if one.count > 0
+            ),
+            memory_bytes=_accounted_bytes(memory),
+            num_cores=_whole_number(cores) or None,
+            disk_bytes=_accounted_bytes(disk),
+            features=known,
+            state=read_state(state.casefold()),
+            state_word=state.casefold(),
+        )
+        nodes.append((pool, node))
     return nodes
 
 
 def parse_details(text: str) -> dict[str, NodeDetails]:
-    """Lines of DETAILS_COMMAND by node; columns that are missing are not told."""
+    """Lines of DETAILS_COMMAND by node; missing columns are None."""
     found = {}
     for line in filter(str.strip, text.splitlines()):
         columns, start = {}, 0
@@ -188,6 +184,11 @@ def _whole_number(text: str) -> int:
     return int(digits.group()) if digits else 0
 
 
+def _accounted_bytes(mib: str) -> int | None:
+    """0 or 1 MiB means that Slurm was not configured to account for it."""
+    return _whole_number(mib) * MIB if _whole_number(mib) > 1 else None
+
+
 def _limit(text: str) -> float | None:
     try:
         return parse_time_limit(text)
@@ -195,18 +196,7 @@ def _limit(text: str) -> float | None:
         return None
 
 
-def _words(features: str) -> tuple[str, ...]:
-    if features.strip() in ("(null)", ""):
-        return ()
-    return tuple(word.strip() for word in features.split(",") if word.strip())
-
-
 TIMEOUT_SECONDS = 20.0
-
-
-def probe_slurm(partition: str | None = None, *, run: RunCommand = run_command) -> Cluster:
-    """What can be planned for; only `partition` where one is named."""
-    return plannable_cluster(probe_slurm_inventory(partition, run=run))
 
 
 def probe_slurm_inventory(
@@ -215,9 +205,9 @@ def probe_slurm_inventory(
     """Every node that Slurm shows. A partition that is hidden is found by its name."""
     nodes = parse_nodes(run(NODES_COMMAND, TIMEOUT_SECONDS))
     options: tuple[str, ...] = ()
-    if partition is not None and all(node.partition != partition for node in nodes):
+    if partition is not None and all(pool.name != partition for pool, _ in nodes):
         everything = parse_nodes(run((*NODES_COMMAND, ALL_PARTITIONS), TIMEOUT_SECONDS))
-        if any(node.partition == partition for node in everything):
+        if any(pool.name == partition for pool, _ in everything):
             nodes, options = everything, (ALL_PARTITIONS,)
     try:
         details = parse_details(run((*DETAILS_COMMAND, *options), TIMEOUT_SECONDS))
@@ -227,99 +217,59 @@ def probe_slurm_inventory(
 
 
 def build_inventory(
-    nodes: Sequence[SlurmNode],
+    lines: Sequence[tuple[NodePool, ClusterNode]],
     *,
     details: Mapping[str, NodeDetails] | None,
     partition: str | None = None,
 ) -> Inventory:
     """Each node once with all its partitions."""
-    if not nodes:
+    if not lines:
         raise SetupError("Slurm shows no nodes to this user.", remedy="sinfo    (what you may use)")
-    names = sorted({node.partition for node in nodes})
+    pools = {pool.name: pool for pool, _ in lines}
+    names = sorted(pools)
     if partition is not None and partition not in names:
         raise NotFoundError(
             f"Slurm has no partition `{partition[:60]}`.{did_you_mean(partition[:60], names)}",
             remedy=f"choose one of: {', '.join(names[:20])}",
         )
-    lines: dict[str, list[SlurmNode]] = {}
-    pools: dict[str, NodePool] = {}
-    for node in nodes:
-        lines.setdefault(node.name, []).append(node)
-        pools[node.partition] = NodePool(
-            name=node.partition, max_seconds=node.max_seconds, is_open=node.is_partition_up
-        )
-    reported = () if details is not None else (_UNKNOWN_USE,)
+    nodes: dict[str, ClusterNode] = {}
+    for pool, node in lines:
+        seen = nodes.setdefault(node.name, node)
+        nodes[node.name] = replace(seen, pools=tuple(sorted({*seen.pools, pool.name})))
+    warning = "sinfo does not say which GPUs are in use; only idle nodes count as free."
     inventory = Inventory(
         source="slurm",
         pools=tuple(pools[name] for name in names),
-        nodes=tuple(_node(members, details) for members in lines.values()),
-        warnings=reported,
+        nodes=tuple(_add_details(node, details) for node in nodes.values()),
+        warnings=() if details is not None else (warning,),
     )
     return inventory if partition is None else inventory.only(partition)
 
 
-_UNKNOWN_USE = "sinfo does not tell which GPUs are in use; only idle nodes count as free."
-
-
-def _node(lines: Sequence[SlurmNode], details: Mapping[str, NodeDetails] | None) -> ClusterNode:
-    line = lines[0]
-    known = (details or {}).get(line.name)
-    state = read_state(line.state)
-    memory = _told(line.memory_mib)
-    allocated = known.allocated_mib if known is not None else None
-    return ClusterNode(
-        name=line.name,
-        pools=tuple(sorted({one.partition for one in lines})),
-        devices=_devices(line, state, known, knows_use=details is not None),
-        memory_bytes=None if memory is None else memory * MIB,
-        free_memory_bytes=None
-        if memory is None or allocated is None
-        else max(0, memory - allocated) * MIB,
-        num_cores=_told(line.num_cores, least=1),
-        num_free_cores=known.num_idle_cores if known is not None else None,
-        threads_per_core=known.threads_per_core if known is not None else 1,
-        disk_bytes=None if line.disk_mib <= 1 else line.disk_mib * MIB,
-        features=line.features,
-        state=state,
-        state_word=line.state,
-        reason=_reason(state, line, known),
+def _add_details(node: ClusterNode, details: Mapping[str, NodeDetails] | None) -> ClusterNode:
+    """The node with what jobs hold of it."""
+    known = (details or {}).get(node.name) or NodeDetails()
+    knows_use = node.name in (details or {})
+    free = None
+    if node.memory_bytes is not None and known.allocated_mib is not None:
+        free = max(0, node.memory_bytes - known.allocated_mib * MIB)
+    reason = known.reason or ("it does not answer" if _FLAG_UNREACHABLE in node.state_word else "")
+    return replace(
+        node,
+        devices=tuple(
+            replace(one, num_free=_free_gpus(one, node.state, known, knows_use=knows_use))
+            for one in node.devices
+        ),
+        free_memory_bytes=free,
+        num_free_cores=known.num_idle_cores,
+        threads_per_core=known.threads_per_core,
+        reason="" if node.state.takes_jobs else reason,
     )
 
 
-def _told(amount: int, *, least: int = 2) -> int | None:
-    """None where Slurm was not told (0, or 1 MiB): it then accounts for none of it."""
-    return amount if amount >= least else None
-
-
-def _reason(state: NodeState, line: SlurmNode, known: NodeDetails | None) -> str:
-    if state.takes_jobs:
-        return ""
-    if known is not None and known.reason:
-        return known.reason
-    return "it does not answer" if "*" in line.state else ""
-
-
-def _devices(
-    line: SlurmNode, state: NodeState, known: NodeDetails | None, *, knows_use: bool
-) -> tuple[NodeGpus, ...]:
-    return tuple(
-        NodeGpus(
-            kind=gres.kind,
-            label=gres.kind or "gpu",
-            hints=line.features,
-            count=gres.count,
-            num_free=_free_gpus(gres, state, known, knows_use=knows_use),
-        )
-        for gres in line.gres
-        if gres.count > 0
-    )
-
-
-def _free_gpus(gres: Gres, state: NodeState, known: NodeDetails | None, *, knows_use: bool) -> int:
+def _free_gpus(gpus: NodeGpus, state: NodeState, known: NodeDetails, *, knows_use: bool) -> int:
     if state is not NodeState.IDLE and not (state is NodeState.MIXED and knows_use):
         return 0
-    if known is None:
-        return gres.count if state is NodeState.IDLE else 0
     if known.num_idle_cores == 0:
         return 0  # a job needs a core beside its GPU
     by_kind: dict[str | None, int] = {}
@@ -327,9 +277,9 @@ def _free_gpus(gres: Gres, state: NodeState, known: NodeDetails | None, *, knows
         by_kind[one.kind] = by_kind.get(one.kind, 0) + one.count
     # Where the type is not configured, Slurm may still report use under a name it detected,
     # and where it is, use of GPUs that were asked for without one.
-    held = by_kind.get(gres.kind, 0)
-    if gres.kind is None:
+    held = by_kind.get(gpus.kind, 0)
+    if gpus.kind is None:
         held = sum(by_kind.values())
-    elif gres.kind not in by_kind:
+    elif gpus.kind not in by_kind:
         held = by_kind.get(None, 0)
-    return max(0, gres.count - held - known.num_shared_gpus)
+    return max(0, gpus.count - held - known.num_shared_gpus)

@@ -16,6 +16,9 @@ from pydantic import (
 from tightfit.core.dtypes import Dtype
 from tightfit.core.frozen import FiniteFrozen, Frozen
 
+MAX_COUNT = 65_536
+"""Of nodes or GPUs; more is a slip of the keyboard."""
+
 # MeasuredRates: what `tightfit calibrate` found one device to sustain, as estimates read it.
 
 MatmulRow = tuple[PositiveInt, PositiveInt, PositiveInt, PositiveFloat]
@@ -142,12 +145,6 @@ class Gpu(Frozen):
         return None if self.measured is None else self.measured.context_bytes
 
     @property
-    def vendor(self) -> str:
-        if self.is_cpu:
-            return "cpu"
-        return "nvidia" if self.compute_capability is not None else "amd"
-
-    @property
     def cheapest(self) -> Price | None:
         """The offer of the cloud whose median is the lowest: what a plan is priced by."""
         return self.cheapest_at(None)
@@ -156,12 +153,6 @@ class Gpu(Frozen):
         """The same among `clouds` alone, where they are named."""
         offers = [price for price in self.prices if clouds is None or price.cloud in clouds]
         return min(offers, key=lambda price: (price.usd_per_gpu_hour, price.cloud), default=None)
-
-    @property
-    def lowest_usd_per_hour(self) -> float | None:
-        """The lowest price seen on demand at any cloud, in whichever region."""
-        seen = [price.usd_per_gpu_hour_min or price.usd_per_gpu_hour for price in self.prices]
-        return min(seen, default=None)
 
     def flops(self, dtype: Dtype) -> float:
         """Dense peak for arithmetic in `dtype`; fp32 where the card has no faster units for it."""

@@ -1,4 +1,4 @@
-"""Attention kernels: what each can compute, what a model needs, and where the two do not meet.
+"""What a model needs of an attention kernel, and why a kernel cannot run it.
 
 The planner's rules and the runtime's checks both ask here, so that what is planned can run.
 """
@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from tightfit.core.dtypes import Dtype
-from tightfit.core.strategy import Attention
+from tightfit.core.attention import Attention, AttentionFeature
 from tightfit.models.families.registry import find_family
 from tightfit.models.family import Family
-from tightfit.models.spec import AttentionFeature, ModelSpec
+from tightfit.models.spec import ModelSpec
 
 _PHRASES = {
     AttentionFeature.WINDOW: "it attends in a window",
@@ -24,46 +23,7 @@ _PHRASES = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttentionKernel:
-    """One way to compute attention."""
-
-    name: Attention
-    features: frozenset[AttentionFeature]
-    """What it computes besides a causal softmax. For flash: of torch's own kernel."""
-    package_features: frozenset[AttentionFeature] = frozenset()
-    """What it computes where the flash-attn package is installed."""
-    computes: tuple[Dtype, ...] = (Dtype.BF16, Dtype.FP16, Dtype.FP32)
-    min_capability: tuple[int, int] = (0, 0)
-    runs_on_cpu: bool = True
-    max_head_dim: int | None = None
-    head_dim_multiple: int = 1
-
-    def takes_head_dim(self, head_dim: int) -> bool:
-        is_small = self.max_head_dim is None or head_dim <= self.max_head_dim
-        return is_small and head_dim % self.head_dim_multiple == 0
-
-
-EAGER = AttentionKernel(name=Attention.EAGER, features=frozenset(AttentionFeature))
-SDPA = AttentionKernel(
-    name=Attention.SDPA,
-    # Windows and chunks come as a mask.
-    features=frozenset(AttentionFeature) - {AttentionFeature.SOFTCAP, AttentionFeature.SINKS},
-)
-FLASH = AttentionKernel(
-    name=Attention.FLASH,
-    # torch.nn.attention.varlen: 2.10 has `is_causal` alone, 2.11 a scale and a window.
-    features=frozenset({AttentionFeature.WINDOW}),
-    package_features=frozenset(
-        {AttentionFeature.WINDOW, AttentionFeature.SOFTCAP, AttentionFeature.DROPOUT}
-    ),
-    computes=(Dtype.BF16, Dtype.FP16),
-    min_capability=(8, 0),
-    runs_on_cpu=False,
-    max_head_dim=256,
-    head_dim_multiple=8,
-)
-KERNELS = {kernel.name: kernel for kernel in (SDPA, FLASH, EAGER)}
+_SDPA, _FLASH = Attention.SDPA.record, Attention.FLASH.record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,11 +63,11 @@ def find_sdpa_problem(needs: AttentionNeeds) -> str | None:
     """Why SDPA cannot run this model, or None."""
     if not needs.family.has_sdpa:
         return "its family has no sdpa attention in transformers"
-    return _name_missing(needs, SDPA.features)
+    return _name_missing(needs, _SDPA.features)
 
 
 def find_varlen_problem(
-    needs: AttentionNeeds, features: frozenset[AttentionFeature] = FLASH.features
+    needs: AttentionNeeds, features: frozenset[AttentionFeature] = _FLASH.features
 ) -> str | None:
     """Why a kernel over packed documents that computes `features` cannot run this model."""
     if needs.is_encoder_decoder:
@@ -116,7 +76,7 @@ def find_varlen_problem(
         return "its family does not hand down what the kernel needs"
     if not needs.family.accepts_custom_attention:
         return "its family knows its own attention alone"
-    if not FLASH.takes_head_dim(needs.head_dim):
+    if not _FLASH.takes_head_dim(needs.head_dim):
         return f"its heads are {needs.head_dim} wide"
     return _name_missing(needs, features)
 
@@ -128,10 +88,10 @@ def find_flash_problem(needs: AttentionNeeds, *, is_packed: bool) -> str | None:
     families with attention classes of their own have too.
     """
     if is_packed or needs.family.accepts_custom_attention:
-        return find_varlen_problem(needs, FLASH.package_features)
+        return find_varlen_problem(needs, _FLASH.package_features)
     if not needs.family.has_flash:
         return "its family has no flash attention in transformers"
-    return _name_missing(needs, FLASH.package_features)
+    return _name_missing(needs, _FLASH.package_features)
 
 
 def needs_flash_attn(needs: AttentionNeeds) -> bool:
@@ -139,16 +99,37 @@ def needs_flash_attn(needs: AttentionNeeds) -> bool:
     return find_varlen_problem(needs) is not None
 
 
-def is_proposed(attention: Attention, needs: AttentionNeeds) -> bool:
-    """Whether the planner may choose this kernel by itself: it runs without further packages.
+def find_attention_problem(
+    attention: Attention, needs: AttentionNeeds, *, is_packed: bool
+) -> str | None:
+    """Why this kernel cannot run this model whatever is installed, or None."""
+    if attention is Attention.SDPA:
+        return find_sdpa_problem(needs)
+    if attention is Attention.FLASH:
+        return find_flash_problem(needs, is_packed=is_packed)
+    if attention.record.is_own and not needs.family.accepts_custom_attention:
+        return "its family knows its own attention alone"
+    return _name_missing(needs, attention.record.features)
+
+
+def list_proposed(needs: AttentionNeeds) -> list[Attention]:
+    """The kernels that the planner may choose by itself, the best first: they run this model
+    without further packages.
 
     A family without a record is given SDPA, which nearly all of transformers has, and never flash.
     """
-    if attention is Attention.SDPA:
-        return find_sdpa_problem(needs) is None
+    ranked = [(kind.record.preference, kind) for kind in Attention]
+    return [
+        kind
+        for rank, kind in sorted((rank, kind) for rank, kind in ranked if rank is not None)
+        if _is_proposed(kind, needs)
+    ]
+
+
+def _is_proposed(attention: Attention, needs: AttentionNeeds) -> bool:
     if attention is Attention.FLASH:
         return needs.family.is_known and find_varlen_problem(needs) is None
-    return True
+    return find_attention_problem(attention, needs, is_packed=False) is None
 
 
 def read_attention_extras(config: Mapping[str, object], family: Family) -> set[AttentionFeature]:

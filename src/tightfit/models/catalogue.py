@@ -12,13 +12,23 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.core.errors import NotFoundError
-from tightfit.core.validation import printable
+from tightfit.core.text import list_some, printable
 from tightfit.models.config import parse_json, read_config
 from tightfit.models.spec import ModelSpec
 
 _PACKAGE = "tightfit.catalogue"
 _TABLES = ("models.csv", "models_extra_sources.csv")
 _FOLDER = "models"
+
+
+_GATED = ("meta-llama/", "google/gemma")
+"""How the ids of models begin whose licence has to be accepted on the hub before a download, by
+their pages on huggingface.co."""
+
+
+def is_gated(hub_id: str) -> bool:
+    """Whether the hub gives the model to accounts alone that have accepted its licence."""
+    return hub_id.startswith(_GATED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,12 +60,6 @@ def list_models() -> tuple[CatalogueRow, ...]:
         text = folder.joinpath(table).read_text(encoding="utf-8")
         rows.extend(_row(record) for record in csv.DictReader(text.splitlines()))
     return tuple({row.model: row for row in reversed(rows)}.values())[::-1]
-
-
-def list_config_files() -> tuple[str, ...]:
-    """Names of the config files in the catalogue, sorted."""
-    entries = files(_PACKAGE).joinpath(_FOLDER).iterdir()
-    return tuple(sorted(entry.name for entry in entries if entry.name.endswith(".json")))
 
 
 def load_row(row: CatalogueRow) -> ModelSpec:
@@ -156,10 +160,9 @@ def _own_part(name: str, rows: Sequence[CatalogueRow]) -> tuple[str, list[Catalo
 def _only(name: str, found: Sequence[CatalogueRow]) -> CatalogueRow:
     if len(found) == 1:
         return found[0]
-    listed = ", ".join(f"`{row.model}`" for row in found[:8])
-    more = f" and {len(found) - 8} more" if len(found) > 8 else ""
+    listed = list_some([f"`{row.model}`" for row in found], most=8)
     raise NotFoundError(
-        f"`{printable(name)}` could be {listed}{more}.",
+        f"`{printable(name)}` could be {listed}.",
         remedy=f"name one of them: tightfit models {printable(name)}",
     )
 
@@ -182,16 +185,14 @@ def _base(tail: str) -> str:
 
 # The config.json behind a ModelSpec, for those who build the model itself.
 
-_CATALOGUE = "catalogue:"
-
 
 def read_source_config(spec: ModelSpec) -> dict[str, Any] | None:
     """The parsed config.json that `spec` was read from; None where it came from elsewhere.
 
     A GGUF file and a mere size have none.
     """
-    if spec.source.startswith(_CATALOGUE):
-        name = spec.source.removeprefix(_CATALOGUE)
+    if spec.source.startswith("catalogue:"):
+        name = spec.source.removeprefix("catalogue:")
         data = next((read_row(row) for row in list_models() if row.model == name), None)
     else:
         path = Path(spec.source)

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from tightfit.core.dtypes import Dtype
+from tightfit.core.dtypes import Dtype, find_plain_dtype
 from tightfit.core.errors import InvalidInputError, SetupError
 from tightfit.core.files import describe_kind
-from tightfit.core.validation import printable
+from tightfit.core.text import printable
 from tightfit.models.attention import read_attention_extras
 from tightfit.models.families.parts import ConfigFields, shown
 from tightfit.models.families.registry import find_family, reader_for
@@ -20,8 +20,6 @@ from tightfit.models.spec import ModelSpec
 
 MAX_CONFIG_BYTES = 64 * 1024**2
 """The largest public config.json (with label lists) is below 1 MiB."""
-
-_DTYPES = {"float32": Dtype.FP32, "bfloat16": Dtype.BF16, "float16": Dtype.FP16}
 
 
 def read_config(config: object, *, name: str, source: str) -> ModelSpec:
@@ -84,10 +82,7 @@ def _read_bytes(path: Path) -> bytes:
         with path.open("rb") as stream:
             data = stream.read(MAX_CONFIG_BYTES + 1)
     except PermissionError as error:
-        raise SetupError(
-            f"Cannot read {shown_path}: permission denied.",
-            remedy="ask its owner for permission to read the folder and its files",
-        ) from error
+        raise forbidden(path, error) from error
     except (OSError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise InvalidInputError(
@@ -99,6 +94,13 @@ def _read_bytes(path: Path) -> bytes:
             f"{path} is larger than any model's config.", remedy="name the model's config.json"
         )
     return data
+
+
+def forbidden(path: Path, error: OSError) -> SetupError:
+    return SetupError(
+        f"Cannot read {printable(str(path), most=400)}: {(error.strerror or str(error)).lower()}.",
+        remedy="ask its owner for permission to read the folder and its files",
+    )
 
 
 def _not_json(source: str, why: str) -> InvalidInputError:
@@ -120,7 +122,7 @@ def _text_part(outer: ConfigFields) -> ConfigFields:
 def _stored_dtype(f: ConfigFields) -> Dtype | None:
     for key in ("dtype", "torch_dtype"):
         if f.has(key):
-            return _DTYPES.get(f.text(key, default="").removeprefix("torch."))
+            return find_plain_dtype(f.text(key, default=""))
     return None
 
 

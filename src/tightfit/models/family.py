@@ -6,14 +6,116 @@ is a record in `families/`, listed in `families/registry.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from enum import Enum
+from typing import Any, Literal, Protocol
 
 from tightfit.models.families.parts import ConfigFields
 from tightfit.models.spec import ModelSpec
 
 Reader = Callable[[ConfigFields], ModelSpec]
+Settings = dict[str, Any]
+"""Of a config.json."""
+
+
+class GgufMetadata(Protocol):
+    """An open GGUF file."""
+
+    @property
+    def tensors(self) -> Collection[str]: ...
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A value of the architecture, like `attention.head_count`."""
+        ...
+
+
+class Rearrangement(Enum):
+    """How llama.cpp wants some tensors to lie, where that is not as transformers has them.
+
+    Source: llama.cpp's own converter (ggml-org/llama.cpp, `conversion/`).
+    """
+
+    ROTARY = "rotary"
+    """The rows of queries and keys: rotary pairs side by side, not half a head apart."""
+    NORM_PLUS_ONE = "norm plus one"
+    """Gemma scales by `1 + weight`; llama.cpp by the weight."""
+    TRANSPOSED = "transposed"
+    """GPT-2's Conv1D stores its matrix transposed."""
+    GROUPED_QKV = "grouped qkv"
+    """Queries, key and value per group of heads become all queries, all keys, all values."""
+
+
+def read_usual_settings(file: GgufMetadata, rope: Settings) -> Settings:
+    """A Llama-like config from a GGUF file's metadata."""
+    heads, hidden = int(file.get("attention.head_count")), int(file.get("embedding_length"))
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": int(file.get("feed_forward_length")),
+        "num_hidden_layers": int(file.get("block_count")),
+        "num_attention_heads": heads,
+        "num_key_value_heads": int(file.get("attention.head_count_kv", heads)),
+        "head_dim": int(file.get("attention.key_length", hidden // heads)),
+        "max_position_embeddings": int(file.get("context_length")),
+        "rms_norm_eps": round_fp32(file.get("attention.layer_norm_rms_epsilon")),
+        "rope_parameters": rope,
+    }
+
+
+def round_fp32(value: float) -> float:
+    """1e-05 again from 9.999999747e-06, which 32 bits made of it."""
+    return float(f"{float(value):.6g}")
+
+
+def find_non_square_heads(config: Any) -> str | None:
+    """For families whose heads llama.cpp takes to share the hidden size."""
+    head_dim = getattr(config, "head_dim", None)
+    if head_dim and head_dim * config.num_attention_heads != config.hidden_size:
+        return f"heads of {head_dim} that do not add up to the hidden size"
+    return None
+
+
+def _count_kv_heads(config: Any) -> int:
+    return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GgufLayout:
+    """How llama.cpp stores and computes a family; the defaults are Llama's."""
+
+    activations: tuple[str, ...] = ("silu", "swish")
+    """llama.cpp hard-codes the activation; the file does not name it."""
+    can_untie: bool = True
+    """Whether llama.cpp reads an output matrix of its own."""
+    rearrangement: Rearrangement | None = None
+    old_prefix: Literal["", "added", "removed"] = ""
+    """What happens to `transformer.` before a tensor's name is looked up in gguf's map."""
+    inner_key: str | None = "intermediate_size"
+    """The config's name for the MLP's width. None, or nothing there: four times the hidden size."""
+    count_kv_heads: Callable[[Any], int] = _count_kv_heads
+    find_obstacle: Callable[[Any], str | None] = lambda _config: None
+    """What in a transformers config llama.cpp would silently ignore."""
+
+    has_rotary: bool = True
+    states_head_dim: bool = True
+    rope_theta: float = 10_000.0
+    """llama.cpp's default."""
+    rope_spans_rotary_dim: bool = False
+    """The tensors of frequency factors cover the rotary part of a head alone."""
+    computes_windows: bool = False
+    """llama.cpp slides where the model does."""
+    write_attention: Callable[[Any, Any], None] | None = None
+    """Writes what the family alone has: (GGUFWriter, transformers config)."""
+    read_settings: Callable[[GgufMetadata, Settings], Settings] = read_usual_settings
+    """The config of a GGUF file whose rotary settings are given."""
+
+
+def read_attention_bias(_config: Mapping[str, Any], tensors: Collection[str]) -> Settings:
+    return {"attention_bias": has_attention_bias(tensors)}
+
+
+def has_attention_bias(tensors: Collection[str]) -> bool:
+    return "blk.0.attn_q.bias" in tensors or "blk.0.attn_qkv.bias" in tensors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +189,19 @@ class Family:
     """Activations exceed 65504 in practice (transformers pull 36832)."""
     may_overflow_fp16: bool = False
     """Trained in bf16, and known to overflow at times (transformers issue 9295)."""
+
+    # GGUF
+    gguf_name: str = ""
+    """llama.cpp's name of the architecture, where it is not the `model_type`."""
+    gguf_flags: Callable[[Mapping[str, Any], Collection[str]], Settings] = read_attention_bias
+    """Settings that a GGUF file shows only by its sizes and the names of its tensors."""
+    gguf: GgufLayout | None = None
+    """None: the family is neither written as GGUF nor converted from it."""
+
+    @property
+    def architecture(self) -> str:
+        """In GGUF files."""
+        return self.gguf_name or self.model_types[0]
 
     @property
     def has_fused_attention(self) -> bool:

@@ -8,13 +8,14 @@ from __future__ import annotations
 import mmap
 import struct
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError
 from tightfit.models.config import read_config
+from tightfit.models.families.registry import find_family, find_gguf_family
 from tightfit.models.spec import ModelSpec
 
 MAX_PAIRS = 100_000
@@ -25,19 +26,8 @@ MAX_KEPT_ITEMS = 10_000
 """Longer arrays are vocabularies, of which the length is enough."""
 
 _MAGIC = b"GGUF"
-_SCALARS = {
-    0: "B",
-    1: "b",
-    2: "H",
-    3: "h",
-    4: "I",
-    5: "i",
-    6: "f",
-    7: "?",
-    10: "Q",
-    11: "q",
-    12: "d",
-}
+_SCALARS = dict(enumerate("BbHhIif?")) | dict(enumerate("Qqd", start=10))
+"""struct's codes by GGUF's value types."""
 _STRING, _ARRAY = 8, 9
 _MAX_DIMS = 8
 _MAX_ELEMENTS = 10**15
@@ -51,7 +41,9 @@ class LongArray:
     length: int
 
 
-MetadataValue = int | float | bool | str | tuple[int | float | bool, ...] | LongArray
+MetadataValue = (
+    int | float | bool | str | tuple[int | float | bool, ...] | tuple[str, ...] | LongArray
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +53,8 @@ class GgufTensor:
     name: str
     shape: tuple[int, ...]
     type_id: int
+    start: int
+    """The place of its first byte in the file."""
 
     @property
     def num_elements(self) -> int:
@@ -77,14 +71,17 @@ class GgufHeader:
     file_bytes: int
 
 
-def read_gguf_header(path: Path) -> GgufHeader:
-    """Read metadata and tensor list. A file that is no GGUF, cut short or corrupt is one error."""
+def read_gguf_header(path: Path, *, keeps_arrays: bool = False) -> GgufHeader:
+    """Read metadata and tensor list. A file that is no GGUF, cut short or corrupt is one error.
+
+    Vocabularies are read only with `keeps_arrays`.
+    """
     try:
         with path.open("rb") as stream:
             if stream.read(4) != _MAGIC:
                 raise _corrupt(path, "it does not start with `GGUF`")
             with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _Cursor(path, data).header()
+                return _Cursor(path, data, keeps_arrays).header()
     except (OSError, ValueError) as error:
         raise InvalidInputError(
             f"Cannot read {path}: {error}.",
@@ -95,9 +92,11 @@ def read_gguf_header(path: Path) -> GgufHeader:
 class _Cursor:
     """A position in the file; every step is checked against the file's end."""
 
-    def __init__(self, path: Path, data: mmap.mmap) -> None:
+    def __init__(self, path: Path, data: mmap.mmap, keeps_arrays: bool) -> None:
         self._path = path
         self._data = data
+        self._keeps_arrays = keeps_arrays
+        self._errors = "strict" if keeps_arrays else "replace"
         self._size = len(data)
         self._at = 4
 
@@ -109,17 +108,18 @@ class _Cursor:
         self._check_count(int(num_tensors), MAX_TENSORS, least_bytes=32)
         self._check_count(int(num_pairs), MAX_PAIRS, least_bytes=13)
         metadata = dict(self._pair() for _ in range(int(num_pairs)))
-        infos = [self._tensor() for _ in range(int(num_tensors))]
+        tensors = [self._tensor() for _ in range(int(num_tensors))]
         alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
         if not isinstance(alignment, int) or not 0 < alignment <= 2**20:
             raise _corrupt(self._path, "its alignment is absurd")
         start = -(-self._at // alignment) * alignment
-        if any(start + offset >= self._size for _, offset in infos):
+        tensors = [replace(tensor, start=start + tensor.start) for tensor in tensors]
+        if any(tensor.start >= self._size for tensor in tensors):
             raise _corrupt(self._path, "tensors lie beyond its end; it is cut short")
         return GgufHeader(
             version=int(version),
             metadata=metadata,
-            tensors=tuple(tensor for tensor, _ in infos),
+            tensors=tuple(tensors),
             file_bytes=self._size,
         )
 
@@ -140,6 +140,8 @@ class _Cursor:
         kind, length = int(self._scalar("I")), int(self._scalar("Q"))
         if kind == _STRING:
             self._check_count(length, MAX_STRINGS, least_bytes=8)
+            if self._keeps_arrays:
+                return tuple([self._string() for _ in range(length)])
             for _ in range(length):
                 self._skip(int(self._scalar("Q")))
             return LongArray(length)
@@ -148,30 +150,32 @@ class _Cursor:
         code = _SCALARS[kind]
         width = struct.calcsize(f"<{code}")
         self._check_count(length, self._size, least_bytes=width)
-        if length > MAX_KEPT_ITEMS:
+        if length > MAX_KEPT_ITEMS and not self._keeps_arrays:
             self._skip(length * width)
             return LongArray(length)
         start = self._at
         self._skip(length * width)
         return struct.unpack_from(f"<{length}{code}", self._data, start)
 
-    def _tensor(self) -> tuple[GgufTensor, int]:
+    def _tensor(self) -> GgufTensor:
+        """Its start counts from that of all tensors, which is known later."""
         name = self._string()
         num_dims = int(self._scalar("I"))
         if num_dims > _MAX_DIMS:
             raise _corrupt(self._path, f"a tensor has {num_dims} dimensions")
         shape = tuple(int(self._scalar("Q")) for _ in range(num_dims))
         type_id, offset = int(self._scalar("I")), int(self._scalar("Q"))
-        tensor = GgufTensor(name=name, shape=shape, type_id=type_id)
+        tensor = GgufTensor(name=name, shape=shape, type_id=type_id, start=offset)
         if not 0 < tensor.num_elements <= _MAX_ELEMENTS:
             raise _corrupt(self._path, "a tensor's shape is absurd")
-        return tensor, offset
+        return tensor
 
     def _string(self) -> str:
         length = int(self._scalar("Q"))
         start = self._at
         self._skip(length)
-        return self._data[start : self._at].decode("utf-8", "replace")
+        # A vocabulary must be right to the letter; `read_gguf_header` reports what is no UTF-8.
+        return self._data[start : self._at].decode("utf-8", self._errors)
 
     def _scalar(self, code: str) -> int | float | bool:
         start = self._at
@@ -197,16 +201,6 @@ def _corrupt(path: Path, why: str) -> InvalidInputError:
 
 # From a GGUF header to a ModelSpec, by way of the config that transformers would have.
 
-_MODEL_TYPES = {
-    "gemma3": "gemma3_text",
-    "gptneox": "gpt_neox",
-    "gpt-oss": "gpt_oss",
-    "phi2": "phi",
-    "qwen3moe": "qwen3_moe",
-    "starcoder": "gpt_bigcode",
-}
-"""Where llama.cpp's name of an architecture differs from transformers' `model_type`."""
-
 _KEYS = {
     "block_count": "num_hidden_layers",
     "embedding_length": "hidden_size",
@@ -229,11 +223,33 @@ def read_gguf_model(path: Path) -> ModelSpec:
     """Read a GGUF file's architecture. The tensors in the file decide the parameter count."""
     header = read_gguf_header(path)
     spec = read_config(_as_config(header, path), name=path.stem, source=str(path))
-    spec, warnings = _with_counted_tensors(spec, header)
-    dtype, dtype_warnings = _stored_dtype(header)
+    warnings = list(spec.warnings)
+    split = header.metadata.get("split.count", 1)
+    counted = sum(t.num_elements for t in header.tensors if t.name not in _NOT_PARAMETERS)
+    difference = 0
+    if not header.tensors or (isinstance(split, int) and split > 1):
+        warnings.append("The file holds a part of the tensors; the count is that of its metadata.")
+    elif counted != spec.num_params:
+        difference = counted - spec.num_params
+        warnings.append(
+            f"The file's tensors hold {counted:,} parameters; its metadata lead to "
+            f"{spec.num_params:,}."
+        )
+    elements: Counter[int] = Counter()
+    for tensor in header.tensors:
+        if len(tensor.shape) > 1:
+            elements[tensor.type_id] += tensor.num_elements
+    dtype = None
+    if elements:
+        dtype = _UNPACKED.get(elements.most_common(1)[0][0])
+        if dtype is None:
+            warnings.append(
+                "The file's weights are quantized; the counts are those of the unpacked weights."
+            )
     return spec.model_copy(
         update={
-            "warnings": (*spec.warnings, *warnings, *dtype_warnings),
+            "warnings": tuple(warnings),
+            "outer_params": max(0, spec.outer_params + difference),
             "stored_dtype": dtype,
             "file_bytes": header.file_bytes,
         }
@@ -251,47 +267,17 @@ def _as_config(header: GgufHeader, path: Path) -> dict[str, object]:
         value = header.metadata.get(f"{architecture}.{key}")
         if value is not None:
             config[name] = _one_number(value, key, path)
-    config["model_type"] = _MODEL_TYPES.get(architecture, architecture)
     for name in ("num_experts", "sliding_window"):  # llama.cpp writes 0 for none
         if config.get(name) == 0:
             del config[name]
+    family = find_gguf_family(architecture)
     if architecture == "llama" and "num_experts" in config:
-        config["model_type"] = "mixtral"
+        family = find_family("mixtral")
     names = {tensor.name for tensor in header.tensors}
+    config["model_type"] = family.model_types[0] if family is not None else architecture
     config["vocab_size"] = _vocab_size(header, architecture)
     config["tie_word_embeddings"] = "output.weight" not in names
-    _add_family_flags(config, names)
-    return config
-
-
-def _add_family_flags(config: dict[str, object], names: set[str]) -> None:
-    """What transformers keeps as flags shows in a GGUF as tensors that are there or not."""
-    kind = config["model_type"]
-    has_bias = bool({"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"} & names)
-    if kind == "falcon":
-        grouped = "blk.0.attn_norm_2.weight" in names
-        config["new_decoder_architecture"] = grouped
-        config["multi_query"] = grouped or config.get("num_key_value_heads") == 1
-        config["num_kv_heads"] = config.get("num_key_value_heads")
-        config["parallel_attn"] = "blk.0.ffn_norm.weight" not in names
-        config["bias"] = has_bias
-    elif kind == "stablelm":
-        config["use_qkv_bias"] = has_bias
-        config["use_parallel_residual"] = "blk.0.ffn_norm.weight" not in names
-    elif kind == "gpt_bigcode":
-        config["multi_query"] = config.get("num_key_value_heads", 1) == 1
-    elif kind == "qwen":
-        config["intermediate_size"] = _doubled(config.get("intermediate_size"))
-    elif kind == "chatglm":
-        config["multi_query_attention"] = True
-        config["multi_query_group_num"] = config.get("num_key_value_heads")
-        config["add_qkv_bias"] = has_bias
-    else:
-        config["attention_bias"] = has_bias
-
-
-def _doubled(value: object) -> object:
-    return value * 2 if isinstance(value, int) else value
+    return config | (family or find_family(architecture)).gguf_flags(config, names)
 
 
 def _one_number(value: MetadataValue, key: str, path: Path) -> object:
@@ -314,33 +300,3 @@ def _vocab_size(header: GgufHeader, architecture: str) -> object:
     if isinstance(tokens, LongArray):
         return tokens.length
     return header.metadata.get(f"{architecture}.vocab_size")
-
-
-def _with_counted_tensors(spec: ModelSpec, header: GgufHeader) -> tuple[ModelSpec, list[str]]:
-    """Make the spec's count that of the file, and say so where the two differ."""
-    split = header.metadata.get("split.count", 1)
-    if not header.tensors or (isinstance(split, int) and split > 1):
-        return spec, ["The file holds a part of the tensors; the count is that of its metadata."]
-    counted = sum(t.num_elements for t in header.tensors if t.name not in _NOT_PARAMETERS)
-    difference = counted - spec.num_params
-    if difference == 0:
-        return spec, []
-    warning = (
-        f"The file's tensors hold {counted:,} parameters; its metadata lead to {spec.num_params:,}."
-    )
-    outer = max(0, spec.outer_params + difference)
-    return spec.model_copy(update={"outer_params": outer}), [warning]
-
-
-def _stored_dtype(header: GgufHeader) -> tuple[Dtype | None, list[str]]:
-    """The format most matrix elements are in."""
-    elements: Counter[int] = Counter()
-    for tensor in header.tensors:
-        if len(tensor.shape) > 1:
-            elements[tensor.type_id] += tensor.num_elements
-    if not elements:
-        return None, []
-    most_common = elements.most_common(1)[0][0]
-    if most_common in _UNPACKED:
-        return _UNPACKED[most_common], []
-    return None, ["The file's weights are quantized; the counts are those of the unpacked weights."]

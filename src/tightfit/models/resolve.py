@@ -7,10 +7,9 @@ import re
 import stat
 from pathlib import Path
 
-from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError, UserError
+from tightfit.core.errors import InvalidInputError, NotFoundError, UserError
 from tightfit.core.files import describe_kind
-from tightfit.core.suggest import did_you_mean
-from tightfit.core.validation import printable
+from tightfit.core.text import did_you_mean, printable
 from tightfit.models.catalogue import (
     CatalogueRow,
     find_alias,
@@ -20,7 +19,8 @@ from tightfit.models.catalogue import (
     load_row,
     search_models,
 )
-from tightfit.models.config import read_config, read_config_file
+from tightfit.models.config import forbidden, read_config, read_config_file
+from tightfit.models.gguf import read_gguf_model
 from tightfit.models.spec import ModelSpec
 
 # Models that Hugging Face's own tools have already put on this disk. Never asks the network.
@@ -188,14 +188,14 @@ def _read_path(name: str) -> ModelSpec | None:
         path = Path(name).expanduser()
         mode = path.stat().st_mode
     except PermissionError as error:
-        raise _forbidden(name, error) from error
+        raise forbidden(Path(name), error) from error
     except (OSError, ValueError, RuntimeError):  # nothing there, too long, an unknown ~user
         return None
     if stat.S_ISDIR(mode):
         return _read_folder(path, name=path.resolve().name or name)
     kind = describe_kind(mode)
     if kind is None and path.suffix.lower() == ".gguf":
-        return _read_gguf(path)
+        return read_gguf_model(path)
     if kind is None and path.suffix.lower() == ".json":
         return read_config_file(path, name=path.resolve().parent.name or path.name)
     raise InvalidInputError(
@@ -204,19 +204,12 @@ def _read_path(name: str) -> ModelSpec | None:
     )
 
 
-def _forbidden(name: str, fault: OSError) -> SetupError:
-    return SetupError(
-        f"Cannot read {printable(name, most=400)}: {(fault.strerror or str(fault)).lower()}.",
-        remedy="ask its owner for permission to read the folder and its files",
-    )
-
-
 def _has(folder: Path, name: str) -> bool:
     """Whether the folder holds this name, be it readable or not; a broken link counts."""
     try:
         (folder / name).lstat()
     except PermissionError as error:
-        raise _forbidden(str(folder), error) from error
+        raise forbidden(folder, error) from error
     except OSError:
         return False
     return True
@@ -238,9 +231,9 @@ def _read_folder(folder: Path, *, name: str) -> ModelSpec:
     try:
         ggufs = sorted(item for item in folder.iterdir() if item.suffix.lower() == ".gguf")
     except OSError as error:
-        raise _forbidden(str(folder), error) from error
+        raise forbidden(folder, error) from error
     if len(ggufs) == 1:
-        return _read_gguf(ggufs[0])
+        return read_gguf_model(ggufs[0])
     if ggufs:
         raise InvalidInputError(
             f"{folder} holds {len(ggufs)} GGUF files.", remedy=f"name one of them: {ggufs[0]}"
@@ -252,7 +245,9 @@ def _read_folder(folder: Path, *, name: str) -> ModelSpec:
 
 
 def measure_weights(folder: Path) -> int | None:
-    """Bytes of the weights in a folder, safetensors before older formats; None without any."""
+    """Bytes of a file, or of the weights in a folder, safetensors before older formats."""
+    if folder.is_file():
+        return folder.stat().st_size
     for pattern in _WEIGHTS:
         try:
             sizes = [
@@ -267,18 +262,12 @@ def measure_weights(folder: Path) -> int | None:
     return None
 
 
-def _read_gguf(path: Path) -> ModelSpec:
-    from tightfit.models.gguf import read_gguf_model
-
-    return read_gguf_model(path)
-
-
 def _unknown(name: str) -> NotFoundError:
     names = [row.model for row in list_models()]
     tails = {model.rpartition("/")[2]: model for model in names}
     hint = did_you_mean(name[:200], names if "/" in name else tails)
     sized = suggest_size(name)
-    remedy = "tightfit models WORD    (search by a part of the name)"
+    remedy = "tightfit models    (lists every name of the catalogue)"
     return NotFoundError(
         f"No model `{printable(name, most=100)}`: no such path, not in the catalogue, "
         f"not in the hub cache.{hint}",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import NonNegativeInt, PositiveInt
 
+from tightfit.core.attention import AttentionFeature
 from tightfit.core.dtypes import Dtype
 from tightfit.core.frozen import Frozen
 
@@ -26,6 +27,13 @@ class _Part(Frozen):
             del copied.__dict__[name]
         return copied
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, name) for name in type(self).model_fields))
+
+    def __hash__(self) -> int:
+        return self._hash
+
 
 class Role(str, Enum):
     """What a linear layer works for; activations and LoRA targets depend on it."""
@@ -35,17 +43,6 @@ class Role(str, Enum):
     MLP = "mlp"
     EXPERT = "expert"
     ROUTER = "router"
-
-
-class AttentionFeature(str, Enum):
-    """What a model's attention does besides a causal softmax; not every kernel computes it."""
-
-    SOFTCAP = "softcap"
-    WINDOW = "window"
-    CHUNKS = "chunks"
-    SINKS = "sinks"
-    BIDIRECTIONAL = "bidirectional"
-    DROPOUT = "dropout"
 
 
 class Linear(_Part):
@@ -219,42 +216,30 @@ class ParameterCount:
 
 def explain_parameter_count(spec: ModelSpec) -> list[ParameterCount]:
     """Parts in the order a token meets them, empty ones left out except a tied head."""
+    blocks = spec.blocks
     rows = [
-        ParameterCount(
-            part="embedding",
-            num_params=spec.embedding_params,
-            note=f"{spec.vocab_size:,} x {spec.embedding_width or spec.hidden_size:,}",
+        (
+            "embedding",
+            spec.embedding_params,
+            f"{spec.vocab_size:,} x {spec.embedding_width or spec.hidden_size:,}",
         ),
-        ParameterCount(
-            part="positions",
-            num_params=spec.position_params,
-            note="learned position or relative-position tables",
-        ),
-        *_linear_rows(spec),
-        ParameterCount(
-            part="norms",
-            num_params=sum(block.num_layers * block.norm_params for block in spec.blocks),
-            note=_norm_note(spec),
-        ),
-        ParameterCount(
-            part="other",
-            num_params=spec.outer_params
-            + sum(block.num_layers * block.extra_params for block in spec.blocks),
-            note="last and embedding norms, projections, attention sinks",
-        ),
-        ParameterCount(part="lm_head", num_params=spec.lm_head_params, note=_head_note(spec)),
+        ("positions", spec.position_params, "learned position or relative-position tables"),
     ]
-    return [row for row in rows if row.num_params or row.part == "lm_head"]
-
-
-def _linear_rows(spec: ModelSpec) -> Iterator[ParameterCount]:
     for role in Role:
-        total = sum(_role_params(block, role) for block in spec.blocks)
-        yield ParameterCount(part=role.value, num_params=total, note=_linear_note(spec, role))
-
-
-def _role_params(block: Block, role: Role) -> int:
-    return block.num_layers * sum(p.num_params for p in block.linears if p.role is role)
+        linears = [(b.num_layers, p) for b in blocks for p in b.linears if p.role is role]
+        total = sum(num_layers * part.num_params for num_layers, part in linears)
+        rows.append((role.value, total, _linear_note(spec, role)))
+    other = spec.outer_params + sum(b.num_layers * b.extra_params for b in blocks)
+    rows += [
+        ("norms", sum(b.num_layers * b.norm_params for b in blocks), _norm_note(spec)),
+        ("other", other, "last and embedding norms, projections, attention sinks"),
+        ("lm_head", spec.lm_head_params, _head_note(spec)),
+    ]
+    return [
+        ParameterCount(part=part, num_params=count, note=note)
+        for part, count, note in rows
+        if count or part == "lm_head"
+    ]
 
 
 def _linear_note(spec: ModelSpec, role: Role) -> str:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import NonNegativeInt, PositiveInt
 
+from tightfit.core.attention import Attention
 from tightfit.core.dtypes import Dtype
 from tightfit.core.frozen import Frozen
-from tightfit.core.memory_peak import Peak, PeakTensor
-from tightfit.core.strategy import Attention, Loss, Method, Optimizer, Sharding, Strategy
-from tightfit.planning.request import describe_recomputing
+from tightfit.core.optimizers import Optimizer
+from tightfit.core.profiles import Peak
+from tightfit.core.settings import Loss, Method, Sharding
+from tightfit.core.strategy import Strategy
+from tightfit.planning.describe import describe_recomputing
 from tightfit.planning.rules import Case, find_first_violation, without_dequantized_base
 from tightfit.trace.result import TracedMemory
 
@@ -41,8 +43,7 @@ class Advice(Frozen):
     """The job did not survive on this card before, and does now."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Alternative:
+class Alternative(NamedTuple):
     """A change that may lower the peak, not yet traced."""
 
     words: str
@@ -60,10 +61,10 @@ def list_alternatives(case: Case, peak: Peak) -> list[Alternative]:
     """
     least = LEAST_SAVING_FRACTION * sum(peak.components.values())
     found = []
-    for list_wishes in _KINDS:
-        for words, fields, expected in list_wishes(case, peak):
+    for list_changes in _KINDS:
+        for words, fields, expected in list_changes(case, peak):
             strategy = case.strategy.model_copy(update=fields)
-            if expected <= least or find_first_violation(replace(case, strategy=strategy)):
+            if expected <= least or find_first_violation(case._replace(strategy=strategy)):
                 continue
             setting = {name: _write(value) for name, value in fields.items()}
             found.append(
@@ -116,7 +117,10 @@ def _list_optimizers(case: Case, peak: Peak) -> Iterator[_Change]:
         yield "fused AdamW", {"optimizer": Optimizer.ADAMW}, made
     if used.record.state_values == 2 and not used.is_8bit:
         # Two moments of 2 or 4 bytes each become two of one.
-        kept = 2 if _is_halved(case.strategy) else 4
+        # State is in the dtype of the values it trains.
+        is_full = case.strategy.method is Method.FULL
+        trained = case.strategy.weights if is_full else case.strategy.adapter_dtype
+        kept = 2 if trained in (Dtype.BF16, Dtype.FP16) else 4
         saved = _sum(peak, "optimizer") * (1 - 1 / kept)
         yield "8-bit optimizer state", {"optimizer": Optimizer.ADAMW_8BIT}, saved
 
@@ -154,9 +158,16 @@ def _list_recomputing(case: Case, peak: Peak) -> Iterator[_Change]:
 
 
 def _list_attention(case: Case, peak: Peak) -> Iterator[_Change]:
-    if case.strategy.attention is not Attention.EAGER:
+    if not case.strategy.attention.record.stores_scores:
         return
-    scores = sum(tensor.num_bytes for tensor in peak.tensors if _holds_scores(tensor))
+    # Of every token with every other, heads and more in front; or their mask.
+    scores = sum(
+        tensor.num_bytes
+        for tensor in peak.tensors
+        if len(tensor.shape) >= 3
+        and tensor.shape[-1] == tensor.shape[-2]
+        and tensor.category in ("activations", "temporary", "inputs")
+    )
     fields: _Fields = {"attention": Attention.SDPA}
     if case.lacks_grouped_kernel:
         fields["repeat_keys"] = True  # else SDPA holds the scores itself
@@ -165,10 +176,8 @@ def _list_attention(case: Case, peak: Peak) -> Iterator[_Change]:
 
 def _list_batches(case: Case, peak: Peak) -> Iterator[_Change]:
     """Halved, or as near to it as divides the sequences evenly."""
-    size, sequences = (
-        case.strategy.micro_batch,
-        case.strategy.micro_batch * case.strategy.grad_accum,
-    )
+    size = case.strategy.micro_batch
+    sequences = size * case.strategy.grad_accum
     if size == 1:
         return
     less = next(part for part in range(size // 2, 0, -1) if sequences % part == 0)
@@ -220,18 +229,6 @@ _KINDS: tuple[Callable[[Case, Peak], Iterator[_Change]], ...] = (
 
 def _sum(peak: Peak, *categories: str) -> int:
     return sum(peak.components.get(name, 0) for name in categories)
-
-
-def _is_halved(strategy: Strategy) -> bool:
-    """Whether the optimizer's state is 16 bit: it is as the values it trains."""
-    trained = strategy.weights if strategy.method is Method.FULL else strategy.adapter_dtype
-    return trained in (Dtype.BF16, Dtype.FP16)
-
-
-def _holds_scores(tensor: PeakTensor) -> bool:
-    """Of every token with every other, heads and more in front; or their mask."""
-    is_square = len(tensor.shape) >= 3 and tensor.shape[-1] == tensor.shape[-2]
-    return is_square and tensor.category in ("activations", "temporary", "inputs")
 
 
 def _write(value: object) -> str:

@@ -52,15 +52,14 @@ def buying_guide(
     Raises DoesNotFitError where nothing in the catalogue does the job.
     """
     allowed = None if clouds is None else frozenset(clouds)
-    free = replace(request, fixed=_without_layout(request))
+    # What the user fixed, less what belongs to the hardware they have.
+    layout = ("num_nodes", "gpus_per_node", "sharding", "offload")
+    fixed = {name: value for name, value in request.fixed.items() if name not in layout}
+    free = replace(request, fixed=fixed)
     tried = list_gpus() if gpus is None else list(gpus)
-    offers = []
-    for gpu in tried:
-        if find_price(gpu, clouds=allowed) is None:
-            continue
-        offer = _cheapest_offer(free, gpu, max_gpus=max_gpus, clouds=allowed)
-        if offer is not None:
-            offers.append(offer)
+    priced = [gpu for gpu in tried if find_price(gpu, clouds=allowed) is not None]
+    found = (_cheapest_offer(free, gpu, max_gpus=max_gpus, clouds=allowed) for gpu in priced)
+    offers = [offer for offer in found if offer is not None]
     if not offers:
         raise _refuse(free, [gpu for gpu in tried if gpu.prices], max_gpus)
     return sorted(offers, key=lambda offer: (offer.price, offer.gpu.name))
@@ -69,13 +68,14 @@ def buying_guide(
 def _refuse(request: JobRequest, tried: list[Gpu], max_gpus: int) -> DoesNotFitError:
     """Say what the largest node of all lacks."""
     problem = "No GPU with a price was given."
+    remedy = "use --method qlora, a shorter --seq-len, or more GPUs per node"
     if tried:
         gpu = max(tried, key=lambda gpu: gpu.memory_bytes)
-        failure = search(request, _rent(gpu, max_gpus), num_plans=1, is_coarse=True).failure
-        problem = f"No node of up to {max_gpus} GPUs does this job. {failure or ''}".rstrip()
-    return DoesNotFitError(
-        problem, remedy="use --method qlora, a shorter --seq-len, or more GPUs per node"
-    )
+        found = search(request, _rent(gpu, max_gpus), num_plans=1, is_coarse=True)
+        problem = f"No node of up to {max_gpus} GPUs does this job. {found.failure or ''}".rstrip()
+        if found.failure and found.shortfall is None:
+            remedy = "change or leave out the setting that this names"
+    return DoesNotFitError(problem, remedy=remedy)
 
 
 def _rent(gpu: Gpu, count: int) -> Cluster:
@@ -84,16 +84,14 @@ def _rent(gpu: Gpu, count: int) -> Cluster:
     return Cluster(groups=(group,), source="catalogue")
 
 
-def _without_layout(request: JobRequest) -> dict[str, object]:
-    """What the user fixed, less what belongs to the hardware they have."""
-    layout = ("num_nodes", "gpus_per_node", "sharding", "offload")
-    return {name: value for name, value in request.fixed.items() if name not in layout}
-
-
 def _cheapest_offer(
     request: JobRequest, gpu: Gpu, *, max_gpus: int, clouds: frozenset[str] | None
 ) -> Offer | None:
     """Try more GPUs while that is cheaper; a tight fit counts only where nothing better does."""
+
+    def preference(offer: Offer) -> tuple[bool, float]:
+        return (offer.plan.estimate.verdict is not Verdict.FITS, offer.price)
+
     best: Offer | None = None
     for count in COUNTS:
         if count > max_gpus:
@@ -101,15 +99,11 @@ def _cheapest_offer(
         offer = _offer(request, gpu, count, clouds)
         if offer is None:
             continue
-        if best is None or _preference(offer) < _preference(best):
+        if best is None or preference(offer) < preference(best):
             best = offer
         elif best.plan.estimate.verdict is Verdict.FITS:
             break
     return best
-
-
-def _preference(offer: Offer) -> tuple[bool, float]:
-    return (offer.plan.estimate.verdict is not Verdict.FITS, offer.price)
 
 
 def _offer(

@@ -2,10 +2,67 @@
 
 from __future__ import annotations
 
+from tightfit.core.attention import Attention
 from tightfit.core.dtypes import Dtype
-from tightfit.core.strategy import Attention, Loss, Method, Offload, Optimizer, Strategy
+from tightfit.core.optimizers import Optimizer
+from tightfit.core.settings import Loss, Method, Offload
+from tightfit.core.strategy import Strategy
 from tightfit.core.text import count_of, sanitize
-from tightfit.planning.request import describe_recomputing, name_kernel_levers
+from tightfit.core.trainers import find_trainer
+
+
+def name_method(strategy: Strategy) -> str:
+    """The word people use: `full`, `lora`, `lora-int8`, `qlora`, `lora-gptq4` or `load`."""
+    if strategy.method is not Method.LORA or not strategy.weights.is_quantized:
+        return strategy.method.value
+    return "qlora" if strategy.weights is Dtype.NF4 else f"lora-{strategy.weights.value}"
+
+
+def describe_recomputing(strategy: Strategy) -> str:
+    """`checkpointing`, `checkpointing of 8 layers` or `no checkpointing`."""
+    if not strategy.checkpointing:
+        return "no checkpointing"
+    some = strategy.recomputed_layers
+    return "checkpointing" if some is None else f"checkpointing of {some} layers"
+
+
+def describe_strategy(strategy: Strategy, *, is_cpu: bool = False) -> str:
+    """One line: `lora fp16, ddp on 1 x 4 GPUs, micro-batch 2 x 4, checkpointing, fused loss`."""
+    s = strategy
+    one, many = ("1 process", "processes") if is_cpu else ("1 GPU", "GPUs")
+    dtypes = s.weights.value if s.weights is s.compute else f"{s.weights.value}/{s.compute.value}"
+    where = one if s.world_size == 1 else f"{s.num_nodes} x {s.gpus_per_node} {many}"
+    parts = [
+        f"{name_method(s)} {dtypes}",
+        f"{s.sharding.value} on {where}",
+        f"micro-batch {s.micro_batch} x {s.grad_accum}",
+    ]
+    if s.offload.value != "none":
+        parts.append(f"offload {s.offload.value}")
+    parts.append(describe_recomputing(s))
+    if s.optimizer is not Strategy.model_fields["optimizer"].default:
+        parts.append(s.optimizer.value)
+    parts.append(f"{s.attention.value} attention")
+    parts.append(f"{s.loss.value} loss")
+    if s.dora:
+        parts.append("DoRA")
+    parts += name_kernel_levers(s)
+    parts += [name for name, on in (("compiled", s.compile), ("packed", s.packing)) if on]
+    return ", ".join(parts)
+
+
+def name_kernel_levers(strategy: Strategy) -> list[str]:
+    """What a plan pulls of the levers that change how products and passes run, in words."""
+    s = strategy
+    levers = (
+        ("fused kernels", s.fused_kernels),
+        ("large loss chunks", s.loss_chunk_factor > 1),
+        ("fused LoRA", s.fused_lora),
+        ("fp8 products", s.fp8),
+        ("fp8 gradients", s.fp8_gradients),
+        ("dequantized base", s.dequantized_base),
+    )
+    return [name for name, is_pulled in levers if is_pulled]
 
 
 def describe_method(strategy: Strategy) -> str:
@@ -36,8 +93,8 @@ def describe_sharding(strategy: Strategy) -> str:
     return f"{strategy.sharding.value} + offload {strategy.offload.value}"
 
 
-def describe_strategy(strategy: Strategy) -> str:
-    """One line: what differs from the plainest way to do it is said, the rest is not."""
+def describe_settings(strategy: Strategy) -> str:
+    """One line with the settings that differ from the plainest strategy."""
     words = [f"{describe_method(strategy)}, {describe_precision(strategy)}"]
     if strategy.is_trained:
         words.append(strategy.optimizer.value)
@@ -84,8 +141,20 @@ def describe_levers(strategy: Strategy) -> str:
     return ", ".join(words)
 
 
+def describe_epochs(num_epochs: float) -> str:
+    """`1 epoch`, `0.125 epochs`, `10,000 epochs`."""
+    if num_epochs == 1:
+        return "1 epoch"
+    return f"{num_epochs:,.0f} epochs" if num_epochs >= 1000 else f"{num_epochs:.4g} epochs"
+
+
+def describe_trainer(strategy: Strategy) -> str:
+    """`, as TRL 1.16 does it`; empty for tightfit's own jobs."""
+    return f", as {find_trainer(strategy.trainer).title} does it" if strategy.trainer else ""
+
+
 def describe_gpus(gpu: str | None, *, num_nodes: int, gpus_per_node: int) -> str:
-    """`4 x V100-SXM2-32GB`, `2 nodes of 4 x A100`; `4 GPUs` where the card is said elsewhere."""
+    """`4 x V100-SXM2-32GB`, `2 nodes of 4 x A100`; `4 GPUs` where the card is named elsewhere."""
     if gpu is None:
         cards = count_of(gpus_per_node, "GPU")
     else:

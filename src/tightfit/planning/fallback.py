@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tightfit.core.strategy import Loss, Offload, Sharding, Strategy
+from tightfit.core.packages import __version__
+from tightfit.core.settings import Loss, Offload, Sharding
+from tightfit.core.strategy import Strategy
 from tightfit.core.units import render_bytes
-from tightfit.core.version import __version__
 from tightfit.estimation.host_and_disk import DEFAULT_CHECKPOINTS
 from tightfit.estimation.job import estimate_job, exceeds_host_memory
 from tightfit.estimation.result import Estimate
-from tightfit.planning.filter import name_memory_share
-from tightfit.planning.judge import assume_host
+from tightfit.planning.describe import describe_recomputing
+from tightfit.planning.filter import assume_host, name_memory_share
 from tightfit.planning.plan import Plan, estimate_cost
-from tightfit.planning.request import describe_recomputing
 from tightfit.planning.rules import (
     Case,
     find_first_violation,
@@ -38,26 +38,43 @@ _ZERO_LADDER = (Offload.OPTIMIZER, Offload.ALL)
 def list_fallbacks(plan: Plan) -> list[Plan]:
     """Plans for the same training that need less and less memory; what costs least time first.
 
-    Narrow slices of the fused loss, then a base that stays packed, then smaller micro-batches with
-    more accumulation, then recomputing, first of half the layers, then a loss that holds less of
-    the logits, then sharding and offload by the same engine, whose checkpoints the run goes on
+    Small chunks of the fused loss, then a base that stays quantized, then smaller micro-batches
+    with more accumulation, then recomputing, first of half the layers, then a loss that holds less
+    of the logits, then sharding and offload by the same engine, whose checkpoints the run goes on
     from. Each keeps the step before it, is legal, and is predicted to need less; the sequences of
     a step, the method and the number formats stay.
     """
     found: list[Plan] = []
+    hardware = plan.hardware
+    share = name_memory_share(hardware.node)
     strategy, estimate = plan.strategy, _estimate(plan, plan.strategy)
     for kind in _KINDS:
         for fields in kind(plan, strategy):
             smaller = strategy.model_copy(update=fields)
-            if not _is_legal(plan, smaller):
+            case = Case(
+                spec=plan.model, strategy=smaller, node=hardware.node, num_nodes=hardware.num_nodes
+            )
+            if find_first_violation(case) is not None:
                 continue
             less = _estimate(plan, smaller)
             saved = estimate.gpu.peak_reserved_bytes - less.gpu.peak_reserved_bytes
             if saved <= 0 or exceeds_host_memory(less.host):
                 continue
-            change = f"{_describe(smaller, fields)}: -{render_bytes(saved)}"
-            share = name_memory_share(plan.hardware.node)
-            found.append(_replan(plan, smaller, less, f"after out of memory, {change} {share}"))
+            change = f"{_describe(smaller, fields)}: -{render_bytes(saved)} {share}"
+            update = {
+                "tightfit_version": __version__,
+                "strategy": smaller,
+                "estimate": less,
+                "cost": estimate_cost(
+                    gpu=hardware.node.gpu,
+                    num_gpus=smaller.world_size,
+                    estimate=less,
+                    num_epochs=plan.num_epochs,
+                ),
+                "why": (f"after out of memory, {change}",),
+                "warnings": tuple(warning.reason for warning in find_warnings(case)),
+            }
+            found.append(plan.model_copy(update=update))
             strategy, estimate = smaller, less
     return found
 
@@ -130,14 +147,6 @@ def _describe(strategy: Strategy, fields: dict[str, Any]) -> str:
     return f"{strategy.sharding.value}{moved}"
 
 
-def _is_legal(plan: Plan, strategy: Strategy) -> bool:
-    hardware = plan.hardware
-    case = Case(
-        spec=plan.model, strategy=strategy, node=hardware.node, num_nodes=hardware.num_nodes
-    )
-    return find_first_violation(case) is None
-
-
 def _estimate(plan: Plan, strategy: Strategy) -> Estimate:
     training = plan.training
     return estimate_job(
@@ -147,26 +156,4 @@ def _estimate(plan: Plan, strategy: Strategy) -> Estimate:
         network_bytes_per_second=plan.hardware.network_bytes_per_second,
         profile=plan.data,
         num_checkpoints=DEFAULT_CHECKPOINTS if training is None else training.keep_checkpoints,
-    )
-
-
-def _replan(plan: Plan, strategy: Strategy, estimate: Estimate, why: str) -> Plan:
-    hardware = plan.hardware
-    case = Case(
-        spec=plan.model, strategy=strategy, node=hardware.node, num_nodes=hardware.num_nodes
-    )
-    return plan.model_copy(
-        update={
-            "tightfit_version": __version__,
-            "strategy": strategy,
-            "estimate": estimate,
-            "cost": estimate_cost(
-                gpu=hardware.node.gpu,
-                num_gpus=strategy.world_size,
-                estimate=estimate,
-                num_epochs=plan.num_epochs,
-            ),
-            "why": (why,),
-            "warnings": tuple(warning.reason for warning in find_warnings(case)),
-        }
     )

@@ -1,32 +1,160 @@
-"""Filter a strategy space by legality, memory and time, and count why the rest is left out."""
+"""Judge one strategy; filter a space of them by legality, memory and time, with reasons."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
-from tightfit.core.strategy import Loss, Offload, Optimizer, Sharding, Strategy
+from tightfit.core.optimizers import Optimizer
+from tightfit.core.profiles import DataProfile
+from tightfit.core.settings import Loss, Offload, Sharding
+from tightfit.core.strategy import Strategy
 from tightfit.core.units import render_bytes
 from tightfit.estimation.job import LOAD, estimate_job, estimate_job_summary, exceeds_host_memory
 from tightfit.estimation.memory import (
-    MODEL_ERROR_FRACTION,
     BatchIndependentBytes,
     estimate_batch_independent_bytes,
     estimate_step_peak_bytes,
+    find_error_fraction,
 )
 from tightfit.estimation.result import Estimate, EstimateSummary, Verdict
 from tightfit.hardware.types import Node, NodeGroup
-from tightfit.planning.known_outcomes import KnownLimit
+from tightfit.models.spec import ModelSpec
+from tightfit.planning.describe import describe_strategy, name_method
 from tightfit.planning.plan import Exclusion
 from tightfit.planning.ranking import Candidate
-from tightfit.planning.request import JobRequest, describe_strategy, name_method
-from tightfit.planning.rules import Case, Violation, find_first_violation, find_violations
+from tightfit.planning.request import JobRequest
+from tightfit.planning.rules import (
+    Case,
+    Violation,
+    find_first_violation,
+    find_violations,
+    find_warnings,
+)
 from tightfit.planning.space import Layout, enumerate_strategies, list_micro_batches
 
+# Judge one strategy: assume the host memory that was not stated, check the rules, estimate.
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shortfall:
+# What the planner takes for granted where the hardware was given as mere words.
+
+HOST_BYTES_PER_GPU_BYTE = 2
+"""Host memory of an unstated node, by the memory of its GPUs together.
+
+Rented nodes have 0.7x (g5.xlarge) to 4x (g5.48xlarge, p3.8xlarge); 2x is a2-highgpu-1g.
+Without an assumption, offload would seem to fit any model on any card.
+"""
+
+
+def assume_host(node: Node) -> Node:
+    """The node with its host memory filled in, where it was not stated."""
+    if node.host_memory_bytes is not None:
+        return node
+    assumed = HOST_BYTES_PER_GPU_BYTE * node.num_gpus * node.gpu.memory_bytes
+    return node.model_copy(update={"host_memory_bytes": assumed})
+
+
+def describe_assumption(stated: Node, assumed: Node) -> tuple[str, ...]:
+    """The sentence that says so, where something was assumed."""
+    if stated.host_memory_bytes is not None or assumed.host_memory_bytes is None:
+        return ()
+    size = render_bytes(assumed.host_memory_bytes)
+    return (f"host memory was not stated: {size} per node is assumed (twice the GPUs' memory)",)
+
+
+def judge_strategy(
+    *,
+    spec: ModelSpec,
+    strategy: Strategy,
+    node: Node,
+    num_nodes: int = 1,
+    network_bytes_per_second: float | None = None,
+    profile: DataProfile | None = None,
+) -> Estimate:
+    """The estimate of one strategy, `illegal` with its reasons where a rule forbids it.
+
+    An illegal strategy keeps its memory figures: people want to see what they asked for.
+    Warnings join the assumptions, in the same order as in `rules.py`.
+    """
+    assumed = assume_host(node)
+    estimate = estimate_job(
+        spec=spec,
+        strategy=strategy,
+        node=assumed,
+        network_bytes_per_second=network_bytes_per_second,
+        profile=profile,
+    )
+    case = Case(spec=spec, strategy=strategy, node=node, num_nodes=num_nodes)
+    update: dict[str, object] = {}
+    violations = find_violations(case)
+    if violations:
+        update["verdict"] = Verdict.ILLEGAL
+        update["reason"] = "; ".join(violation.reason for violation in violations)
+    warnings = tuple(warning.reason for warning in find_warnings(case))
+    warnings = (*describe_assumption(node, assumed), *warnings)
+    if warnings:
+        update["assumptions"] = (*estimate.assumptions, *warnings)
+    return estimate.model_copy(update=update) if update else estimate
+
+
+# Outcomes of earlier runs on this hardware: what ran out of memory is not tried again
+
+
+class KnownOutcome(NamedTuple):
+    """How one run ended."""
+
+    model_name: str
+    gpu_name: str
+    strategy: Strategy
+    status: Literal["finished", "out-of-memory"]
+    peak_bytes: int | None
+    """Measured, per GPU, where the run reported it."""
+    date: str
+    """ISO 8601: later ones count more."""
+
+
+class KnownLimit(NamedTuple):
+    """A predicted need that is known to be too much on one kind of card."""
+
+    need_bytes: int
+    date: str
+
+    def explain(self, gpu_name: str) -> str:
+        return (
+            f"a run predicted at {render_bytes(self.need_bytes)} ran out of memory on "
+            f"{gpu_name} on {self.date[:10]}; these need as much or more"
+        )
+
+
+def find_known_limit(
+    known: Iterable[KnownOutcome], spec: ModelSpec, node: Node
+) -> KnownLimit | None:
+    """The smallest predicted need that failed with this model on this card.
+
+    A failure is forgotten where a later run finished with no smaller a need: the card
+    may have been shared, or the software has changed.
+    """
+    is_cpu, context = node.gpu.is_cpu, node.gpu.measured_context_bytes
+    predict = partial(estimate_step_peak_bytes, is_cpu=is_cpu, measured_context_bytes=context)
+    reported = [
+        (outcome, predict(spec, outcome.strategy))
+        for outcome in known
+        if outcome.model_name == spec.name
+        and outcome.gpu_name == node.gpu.name
+        and outcome.strategy.is_trained
+    ]
+    done = [(outcome.date, need) for outcome, need in reported if outcome.status == "finished"]
+    failed = (
+        KnownLimit(need, outcome.date)
+        for outcome, need in reported
+        if outcome.status == "out-of-memory"
+        and not any(date > outcome.date and other >= need for date, other in done)
+    )
+    return min(failed, default=None)
+
+
+class Shortfall(NamedTuple):
     """The nearest miss: the strategy that needs least of what the hardware lacks."""
 
     group: str
@@ -47,45 +175,15 @@ class Shortfall:
 
 
 @dataclass(slots=True, kw_only=True)
-class _ExclusionCount:
-    """Strategies left out for one shared reason."""
+class _Tally:
+    """Strategies left out for one reason; `reason` of those too big follows from the smallest."""
 
     rule: str
-    reason: str
-    link: str
+    reason: str = ""
+    link: str = ""
     example: Strategy
+    need_bytes: int = 2**62
     num_strategies: int = 0
-
-    def as_exclusion(self) -> Exclusion:
-        return Exclusion(
-            rule=self.rule,
-            reason=self.reason,
-            num_strategies=self.num_strategies,
-            example=describe_strategy(self.example),
-            link=self.link,
-        )
-
-
-@dataclass(slots=True, kw_only=True)
-class _TooBig:
-    """Strategies of one method that are too big for one group's cards."""
-
-    group: NodeGroup
-    example: Strategy
-    need_bytes: int
-    num_strategies: int = 0
-
-    def as_tally(self) -> _ExclusionCount:
-        gpu, capacity = self.group.node.gpu.name, capacity_of(self.group.node)
-        return _ExclusionCount(
-            rule="memory",
-            reason=f"{name_method(self.example)} in these ways needs "
-            f"{render_bytes(self.need_bytes)} or more {name_memory_share(self.group.node)}; {gpu} "
-            f"has {render_bytes(capacity)}",
-            link="",
-            example=self.example,
-            num_strategies=self.num_strategies,
-        )
 
 
 class _Fit(NamedTuple):
@@ -97,39 +195,48 @@ class _Fit(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class StrategyFilter:
-    """Collects what passes, and tallies what does not. One per search."""
+    """Collects the strategies that pass, and counts the reasons of the others. One per search."""
 
     request: JobRequest
     network_bytes_per_second: float | None = None
     limits: Mapping[str, KnownLimit] = field(default_factory=dict)
-    """By group: what is known to have been too much there."""
+    """By group: the need that is known to have been too much there."""
     keeps_beaten: bool = False
-    """Also what another strategy is surely better than: to measure whether it is."""
+    """Keep strategies that another is surely better than: to measure whether it is."""
     candidates: list[Candidate] = field(default_factory=list)
     num_considered: int = 0
     nearest: Shortfall | None = None
     nearest_host: Shortfall | None = None
-    _tallies: dict[tuple[str, str], _ExclusionCount] = field(default_factory=dict)
-    _misses: dict[tuple[str, str], _TooBig] = field(default_factory=dict)
+    _tallies: dict[tuple[str, str], _Tally] = field(default_factory=dict)
+    """By rule and reason."""
+    _misses: dict[tuple[str, str], tuple[NodeGroup, _Tally]] = field(default_factory=dict)
+    """Too big for a group's cards, by group and method."""
     _barriers: dict[str, str] | None = None
     """By rule, the reason of what has forbidden every strategy so far; None before the first."""
 
-    def sift(self, layout: Layout, *, is_coarse: bool = False) -> None:
+    def filter(self, layout: Layout, *, is_coarse: bool = False) -> None:
         """Judge every strategy of one layout: the best levers come first and settle the rest."""
         fitting: dict[Strategy, _Fit] = {}
         too_big: set[Strategy] = set()
-        for strategy in enumerate_strategies(self.request, layout, is_coarse=is_coarse):
+
+        def count_needless(reason: str, strategy: Strategy) -> None:
+            self.num_considered += 1
+            self.leave_out("never-gains", reason, strategy)
+
+        for strategy in enumerate_strategies(
+            self.request, layout, is_coarse=is_coarse, on_needless=count_needless
+        ):
             violation = self.find_violation(layout, strategy)
             self._narrow_barriers(layout, strategy)
             if violation is not None:
-                self._tally_rule(violation, strategy)
+                self.num_considered += 1
+                self._tally(violation.rule, violation.reason, strategy, link=violation.source)
                 continue
             sizes = list_micro_batches(self.request, strategy)
             self.num_considered += len(sizes)
-            most = _Fit(is_roomy=True, size=sizes[-1])
-            if self._is_beaten(strategy, most, fitting):
+            if self._is_beaten(strategy, _Fit(is_roomy=True, size=sizes[-1]), fitting):
                 continue
-            if any(smaller in too_big for smaller in _list_smaller(strategy)):
+            if too_big and any(smaller in too_big for smaller in _list_smaller(strategy)):
                 too_big.add(strategy)
                 self._tally_memory(layout, strategy, None)
                 continue
@@ -140,7 +247,7 @@ class StrategyFilter:
                 fitting[strategy] = fit
         for strategy, fit in fitting.items():
             if not self._is_beaten(strategy, fit, fitting):
-                self._time(layout, strategy, fit.size)
+                self._time(layout, resize(strategy, fit.size))
 
     def find_violation(self, layout: Layout, strategy: Strategy) -> Violation | None:
         """Why the strategy cannot work on this layout; None where it can."""
@@ -151,51 +258,63 @@ class StrategyFilter:
         """Why no strategy at all is legal, where one rule forbids them all."""
         return next(iter((self._barriers or {}).values()), None)
 
-    def outline(self, layout: Layout, strategy: Strategy) -> EstimateSummary:
-        """What decides between strategies."""
-        return estimate_job_summary(
-            spec=self.request.spec,
-            strategy=strategy,
-            node=layout.group.node,
-            network_bytes_per_second=self.network_bytes_per_second,
-            profile=self.request.profile,
-        )
+    def summarize(self, layout: Layout, strategy: Strategy) -> EstimateSummary:
+        """The parts of an estimate that decide between strategies."""
+        return estimate_job_summary(strategy=strategy, **self._describe_job(layout))
 
     def estimate(self, layout: Layout, strategy: Strategy) -> Estimate:
-        """Everything, of a strategy that was chosen."""
+        """The whole estimate, of a strategy that was chosen."""
+        num_checkpoints = self.request.count_checkpoints(strategy.method)
         return estimate_job(
-            spec=self.request.spec,
-            strategy=strategy,
-            node=layout.group.node,
-            network_bytes_per_second=self.network_bytes_per_second,
-            profile=self.request.profile,
-            num_checkpoints=self.request.count_checkpoints(strategy.method),
+            strategy=strategy, num_checkpoints=num_checkpoints, **self._describe_job(layout)
         )
+
+    def _describe_job(self, layout: Layout) -> dict[str, Any]:
+        return {
+            "spec": self.request.spec,
+            "node": layout.group.node,
+            "network_bytes_per_second": self.network_bytes_per_second,
+            "profile": self.request.profile,
+        }
 
     def is_known_to_fail(self, layout: Layout, strategy: Strategy) -> bool:
         """Whether a run that was predicted to need no more has run out of memory here."""
         limit = self.limits.get(layout.group.name)
         return limit is not None and self._estimate_peak(layout, strategy) >= limit.need_bytes
 
+    def leave_out(self, rule: str, reason: str, strategy: Strategy) -> None:
+        """Count a strategy that passed and that a comparison with others has ruled out."""
+        self._tally(rule, reason, strategy)
+
     def list_exclusions(self) -> tuple[Exclusion, ...]:
         """Rules first, then memory; the commonest reason first among each."""
-        found = [tally for tally in self._tallies.values() if tally.rule != "host-memory"]
-        hosts = [tally for tally in self._tallies.values() if tally.rule == "host-memory"]
-        misses = [miss.as_tally() for miss in self._misses.values()]
-        parts = (found, [*misses, *hosts])
+        rules: list[_Tally] = []
+        memory: list[_Tally] = []
+        for group, miss in self._misses.values():
+            least, has = render_bytes(miss.need_bytes), render_bytes(capacity_of(group.node))
+            miss.reason = (
+                f"{name_method(miss.example)} in these ways needs {least} or more "
+                f"{name_memory_share(group.node)}; {group.node.gpu.name} has {has}"
+            )
+            memory.append(miss)
+        for tally in self._tallies.values():
+            (memory if tally.rule == "host-memory" else rules).append(tally)
         return tuple(
-            tally.as_exclusion()
-            for part in parts
+            Exclusion(
+                rule=tally.rule,
+                reason=tally.reason,
+                num_strategies=tally.num_strategies,
+                example=describe_strategy(tally.example),
+                link=tally.link,
+            )
+            for part in (rules, memory)
             for tally in sorted(part, key=lambda tally: -tally.num_strategies)
         )
 
     def _make_case(self, layout: Layout, strategy: Strategy) -> Case:
         group = layout.group
         return Case(
-            spec=self.request.spec,
-            strategy=strategy,
-            node=group.node,
-            num_nodes=group.num_nodes,
+            spec=self.request.spec, strategy=strategy, node=group.node, num_nodes=group.num_nodes
         )
 
     def _narrow_barriers(self, layout: Layout, strategy: Strategy) -> None:
@@ -207,7 +326,26 @@ class StrategyFilter:
         self._barriers = {rule: reason for rule, reason in before.items() if rule in found}
 
     def _is_beaten(self, strategy: Strategy, fit: _Fit, fitting: dict[Strategy, _Fit]) -> bool:
-        return not self.keeps_beaten and _is_beaten(strategy, fit, fitting)
+        """Whether another one is surely better: the same with one costly lever undone, at no
+        smaller batch.
+
+        Recomputing, offloading and unfused kernels only cost time, and 8-bit state
+        only quality, once the memory they save is not needed.
+        """
+        if self.keeps_beaten or not fitting:
+            return False
+        changes: list[dict[str, object]] = []
+        if strategy.checkpointing:
+            changes.append({"checkpointing": False})
+        if strategy.offload is not Offload.NONE:
+            changes.append({"offload": Offload.NONE})
+            changes.append({"offload": Offload.NONE, "sharding": Sharding.SINGLE})
+        if strategy.optimizer.is_8bit:
+            changes.append({"optimizer": Optimizer.ADAMW})
+        rivals = [strategy.model_copy(update=change) for change in changes]
+        if not strategy.fused_kernels and not strategy.compile:
+            rivals += _list_smaller(strategy)
+        return any(found >= fit for found in map(fitting.get, rivals) if found is not None)
 
     def _estimate_peak(
         self, layout: Layout, strategy: Strategy, independent: BatchIndependentBytes | None = None
@@ -228,65 +366,68 @@ class StrategyFilter:
 
         Where none fits with room to spare, the smallest may still be a tight fit.
         """
-        capacity = capacity_of(layout.group.node)
+        node = layout.group.node
+        capacity = capacity_of(node)
         low, high, probe = 0, len(sizes), 0  # the smallest first: most misses end here
-        smallest = 0
+        smallest, error = 0, find_error_fraction(strategy)
         limit = self.limits.get(layout.group.name)
         failed = capacity * 2 if limit is None else limit.need_bytes
-        is_cpu = layout.group.node.gpu.is_cpu
-        independent = estimate_batch_independent_bytes(self.request.spec, strategy, is_cpu=is_cpu)
+        independent = estimate_batch_independent_bytes(
+            self.request.spec, strategy, is_cpu=node.gpu.is_cpu
+        )
         while low < high:
             peak = self._estimate_peak(layout, resize(strategy, sizes[probe]), independent)
             smallest = smallest or peak
-            if peak * (1 + MODEL_ERROR_FRACTION) <= capacity and peak < failed:
+            if peak * (1 + error) <= capacity and peak < failed:
                 low = probe + 1
             else:
                 high = probe
             # After the smallest the largest, which most hits allow; then halve what is left.
             probe = high - 1 if low == 1 and high == len(sizes) else (low + high) // 2
-        if low == 0 and smallest * (1 - MODEL_ERROR_FRACTION) > capacity:
+        if low == 0 and smallest * (1 - error) > capacity:
             self._tally_memory(layout, resize(strategy, sizes[0]), smallest)
             return None
         if low == 0 and limit is not None and smallest >= limit.need_bytes:
-            reason = limit.explain(layout.group.node.gpu.name)
+            reason = limit.explain(node.gpu.name)
             self._tally("ran-out-before", reason, resize(strategy, sizes[0]))
             return None
         return _Fit(is_roomy=low > 0, size=sizes[max(low, 1) - 1])
 
-    def _time(self, layout: Layout, strategy: Strategy, size: tuple[int, int]) -> None:
-        sized = resize(strategy, size)
-        outline = self.outline(layout, sized)
-        if outline.verdict is Verdict.DOES_NOT_FIT:
-            self._tally_outline(layout, sized, outline)
-        else:
+    def _time(self, layout: Layout, strategy: Strategy) -> None:
+        summary = self.summarize(layout, strategy)
+        if summary.verdict is not Verdict.DOES_NOT_FIT:
+            wanted = self.request.effective_batch
             self.candidates.append(
-                Candidate(
-                    layout=layout,
-                    strategy=sized,
-                    outline=outline,
-                    wanted_batch=self.request.effective_batch,
-                )
+                Candidate(layout=layout, strategy=strategy, summary=summary, wanted_batch=wanted)
+            )
+            return
+        # The step fits but something else does not: loading, or host memory.
+        host = summary.host
+        if summary.gpu.peak_phase == LOAD and not exceeds_host_memory(host):
+            self._tally_memory(layout, strategy, summary.gpu.peak_reserved_bytes)
+            return
+        self._tally("host-memory", summary.reason, strategy)
+        need, has = host.peak_bytes, host.capacity_bytes or 0
+        if need > has and (self.nearest_host is None or need < self.nearest_host.need_bytes):
+            self.nearest_host = Shortfall(
+                group=layout.group.name,
+                strategy=strategy,
+                need_bytes=need,
+                capacity_bytes=has,
+                owner="the node",
+                what="of host memory per node",
             )
 
-    def _tally_rule(self, violation: Violation, strategy: Strategy) -> None:
-        self.num_considered += 1
-        self._tally(violation.rule, violation.reason, strategy, link=violation.source)
-
     def _tally(self, rule: str, reason: str, strategy: Strategy, *, link: str = "") -> None:
-        tally = self._tallies.get((rule, reason))
-        if tally is None:
-            tally = _ExclusionCount(rule=rule, reason=reason, link=link, example=strategy)
-            self._tallies[rule, reason] = tally
-        tally.num_strategies += 1
+        made = _Tally(rule=rule, reason=reason, link=link, example=strategy)
+        self._tallies.setdefault((rule, reason), made).num_strategies += 1
 
     def _tally_memory(self, layout: Layout, strategy: Strategy, peak: int | None) -> None:
         """Count a miss; `peak` is None where a smaller relative already missed."""
         group = layout.group
-        key = (group.name, name_method(strategy))
-        miss = self._misses.get(key)
-        if miss is None:
-            miss = _TooBig(group=group, example=strategy, need_bytes=peak or 2**62)
-            self._misses[key] = miss
+        _, miss = self._misses.setdefault(
+            (group.name, name_method(strategy)), (group, _Tally(rule="memory", example=strategy))
+        )
         miss.num_strategies += 1
         if peak is None:
             return
@@ -304,26 +445,9 @@ class StrategyFilter:
                 what=name_memory_share(group.node),
             )
 
-    def _tally_outline(self, layout: Layout, strategy: Strategy, outline: EstimateSummary) -> None:
-        """The step fits but something else does not: loading, or host memory."""
-        if outline.gpu.peak_phase == LOAD and not exceeds_host_memory(outline.host):
-            self._tally_memory(layout, strategy, outline.gpu.peak_reserved_bytes)
-            return
-        self._tally("host-memory", outline.reason, strategy)
-        need, has = outline.host.peak_bytes, outline.host.capacity_bytes or 0
-        if need > has and (self.nearest_host is None or need < self.nearest_host.need_bytes):
-            self.nearest_host = Shortfall(
-                group=layout.group.name,
-                strategy=strategy,
-                need_bytes=need,
-                capacity_bytes=has,
-                owner="the node",
-                what="of host memory per node",
-            )
-
 
 def capacity_of(node: Node) -> int:
-    """Bytes one process can hold on a card: what a probe saw free, else all of it."""
+    """Bytes one process can use on a card: what a probe found free, else all of it."""
     return node.free_gpu_memory_bytes or node.gpu.memory_bytes
 
 
@@ -332,39 +456,16 @@ def name_memory_share(node: Node) -> str:
     return "per process" if node.gpu.is_cpu else "per GPU"
 
 
-def _is_beaten(strategy: Strategy, fit: _Fit, fitting: dict[Strategy, _Fit]) -> bool:
-    """Another one is surely better: the same with one costly lever undone, at no smaller batch.
-
-    Recomputing, offloading and unfused kernels only cost time, and 8-bit state
-    only quality, once the memory they save is not needed.
-    """
-    rivals = []
-    if strategy.checkpointing:
-        rivals.append(_with_fields(strategy, checkpointing=False))
-    if strategy.offload is not Offload.NONE:
-        rivals.append(_with_fields(strategy, offload=Offload.NONE))
-        rivals.append(_with_fields(strategy, offload=Offload.NONE, sharding=Sharding.SINGLE))
-    if strategy.optimizer.is_8bit:
-        rivals.append(_with_fields(strategy, optimizer=Optimizer.ADAMW))
-    if not strategy.fused_kernels and not strategy.compile:
-        rivals += _list_smaller(strategy)
-    return any(found >= fit for found in map(fitting.get, rivals) if found is not None)
-
-
 def _list_smaller(strategy: Strategy) -> list[Strategy]:
     """Strategies that surely need no more memory: fused kernels keep less than unfused ones."""
+    changes: list[dict[str, object]] = []
     if strategy.compile:
-        return [_with_fields(strategy, loss=Loss.FUSED)] if strategy.loss is Loss.CHUNKED else []
-    if strategy.fused_kernels:
-        return []
-    smaller = [_with_fields(strategy, fused_kernels=True, loss=Loss.FUSED)]
-    if strategy.loss is Loss.PLAIN:
-        smaller.append(_with_fields(strategy, loss=Loss.CHUNKED))
-    return smaller
-
-
-def _with_fields(strategy: Strategy, **fields: object) -> Strategy:
-    return strategy.model_copy(update=fields)
+        changes = [{"loss": Loss.FUSED}] if strategy.loss is Loss.CHUNKED else []
+    elif not strategy.fused_kernels:
+        changes = [{"fused_kernels": True, "loss": Loss.FUSED}]
+        if strategy.loss is Loss.PLAIN:
+            changes.append({"loss": Loss.CHUNKED})
+    return [strategy.model_copy(update=change) for change in changes]
 
 
 def resize(strategy: Strategy, size: tuple[int, int]) -> Strategy:

@@ -1,19 +1,22 @@
-"""Plan: the contract between planning and everything that runs, and the rent of its hardware."""
+"""Plan: the contract between planning and everything that runs; its rent, stages and packages."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import ceil
+from typing import NamedTuple
 
 from pydantic import NonNegativeFloat, PositiveInt
 
-from tightfit.core.data_profile import DataProfile
+from tightfit.core.dtypes import Dtype
 from tightfit.core.frozen import Frozen
-from tightfit.core.strategy import Strategy
-from tightfit.core.training import Training
+from tightfit.core.profiles import DataProfile
+from tightfit.core.settings import Loss
+from tightfit.core.strategy import Strategy, Training
 from tightfit.estimation.result import Estimate, Phase
 from tightfit.hardware.types import Gpu, Node, Price
 from tightfit.models.spec import ModelSpec
-from tightfit.planning.request import describe_strategy
+from tightfit.planning.describe import describe_strategy
 
 SCHEMA_VERSION = 1
 
@@ -150,3 +153,47 @@ def fullest_phases(estimate: Estimate) -> dict[str, Phase]:
         if held is None or phase.peak_reserved_bytes > held.peak_reserved_bytes:
             fullest[stage] = phase
     return fullest
+
+
+# Packages that a strategy needs beyond those that all training needs.
+
+
+class RequiredPackage(NamedTuple):
+    """A package, and the extra of ours that brings it."""
+
+    package: str
+    extra: str
+    is_wanted: Callable[[Strategy], bool]
+
+    @property
+    def command(self) -> str:
+        return f"pip install 'tightfit[{self.extra}]'"
+
+
+BITSANDBYTES = RequiredPackage(
+    package="bitsandbytes",
+    extra="bits",
+    is_wanted=lambda s: (
+        s.weights in (Dtype.NF4, Dtype.INT8) or s.optimizer.record.package == "bitsandbytes"
+    ),
+)
+REQUIRED_PACKAGES = (
+    BITSANDBYTES,
+    RequiredPackage(
+        package="liger-kernel",
+        extra="kernels",
+        is_wanted=lambda s: s.fused_kernels or s.loss is Loss.FUSED,
+    ),
+    RequiredPackage(package="deepspeed", extra="zero", is_wanted=lambda s: s.sharding.is_zero),
+)
+
+
+def list_missing_packages(
+    strategy: Strategy, read_version: Callable[[str], str | None]
+) -> tuple[RequiredPackage, ...]:
+    """What the strategy needs and `read_version` does not know."""
+    return tuple(
+        need
+        for need in REQUIRED_PACKAGES
+        if need.is_wanted(strategy) and read_version(need.package) is None
+    )

@@ -1,15 +1,124 @@
-"""Which of two strategies is better: it fits, then it is faster, then it asks for less trouble."""
+"""Levers, one record each, and which of two strategies is better: it fits, then it is faster, then
+it asks for less trouble.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tightfit.core.strategy import Method, Optimizer, Strategy
-from tightfit.estimation.result import Estimate, EstimateSummary, Verdict
-from tightfit.planning.levers import LEVERS
-from tightfit.planning.request import name_method
+from tightfit.core.attention import Attention
+from tightfit.core.dtypes import Dtype
+from tightfit.core.optimizers import Optimizer
+from tightfit.core.settings import Loss, Method, Offload, Sharding
+from tightfit.core.strategy import Strategy
+from tightfit.estimation.result import TRACED, Estimate, EstimateSummary, Verdict
+from tightfit.planning.describe import describe_method, name_method
 from tightfit.planning.space import Layout
+
+if TYPE_CHECKING:
+    from tightfit.planning.plan import Plan
+
+
+class Lever(NamedTuple):
+    """One choice of the strategy that makes a plan faster or smaller, and how to turn it back."""
+
+    name: str
+    is_pulled: Callable[[Strategy], bool]
+    turned_back: dict[str, Any]
+    """Fields of the strategy without it. The first asks for it, the rest only depend on it."""
+    is_plain: bool = True
+    """False: of two plans that are as good, the one without it comes first."""
+    handicap: float = 1.0
+    """How much faster it must make a plan before the plan is preferred to one without it."""
+    is_for_memory: bool = False
+    """Pulled to make room: any speed-up beside it comes from elsewhere and is not its merit."""
+    details: tuple[str, ...] = ()
+    """Further fields that ask for it."""
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Fields of the strategy that ask for it."""
+        return (next(iter(self.turned_back)), *self.details)
+
+
+def _uses(optimizer: Optimizer, strategy: Strategy) -> bool:
+    return strategy.optimizer is optimizer
+
+
+# Offload ties up pinned host memory and the bus.
+_offload = partial(
+    Lever, "offload to host memory", is_plain=False, handicap=1.3, is_for_memory=True
+)
+
+LEVERS: tuple[Lever, ...] = (
+    Lever("no recomputation", lambda s: not s.checkpointing, {"checkpointing": True}),
+    Lever(
+        "recomputing activations",
+        lambda s: s.checkpointing,
+        {"checkpointing": False, "recomputed_layers": None},
+        is_plain=False,
+        details=("recomputed_layers",),
+    ),
+    Lever("fused kernels", lambda s: s.fused_kernels, {"fused_kernels": False}, is_plain=False),
+    Lever("fused LoRA", lambda s: s.fused_lora, {"fused_lora": False}),
+    Lever("fp8 products", lambda s: s.fp8, {"fp8": False}),
+    Lever("fp8 gradients", lambda s: s.fp8_gradients, {"fp8_gradients": False}),
+    Lever(
+        "dequantized base",
+        lambda s: s.dequantized_base,
+        {"dequantized_base": False},
+        is_plain=False,
+    ),
+    Lever(
+        "loss in chunks of tokens",
+        lambda s: s.loss is not Loss.PLAIN,
+        {"loss": Loss.PLAIN, "loss_chunk_factor": 1},
+    ),
+    Lever(
+        "large loss chunks",
+        lambda s: s.loss_chunk_factor > 1,
+        {"loss_chunk_factor": 1},
+        is_plain=False,
+    ),
+    # A compiled model takes minutes to warm up, and ran at 0.97x of fused kernels where both were
+    # measured (7B LoRA on one H200: 16,557 against 17,130 tokens/s).
+    Lever("compiled layers", lambda s: s.compile, {"compile": False}, is_plain=False, handicap=1.2),
+    Lever("packing", lambda s: s.packing, {"packing": False}, is_plain=False),
+    Lever(
+        "flash attention",
+        lambda s: s.attention is Attention.FLASH,
+        {"attention": Attention.SDPA},
+        handicap=1.01,
+    ),
+    *(
+        Lever(optimizer.record.lever, partial(_uses, optimizer), {"optimizer": Optimizer.ADAMW})
+        for optimizer in Optimizer
+        if optimizer.record.lever
+    ),
+    Lever(
+        "bf16 adapters",
+        lambda s: s.method is Method.LORA and s.adapter_dtype is Dtype.BF16,
+        {"adapter_dtype": Dtype.FP32, "fused_lora": False},
+    ),
+    _offload(
+        lambda s: s.offload is not Offload.NONE and s.world_size > 1, {"offload": Offload.NONE}
+    ),
+    _offload(
+        lambda s: s.offload is not Offload.NONE and s.world_size == 1,
+        {"offload": Offload.NONE, "sharding": Sharding.SINGLE},
+    ),
+    Lever(
+        "sharding over the GPUs",
+        lambda s: s.sharding.shards_optimizer and s.world_size > 1 and s.offload is Offload.NONE,
+        {"sharding": Sharding.DDP},
+    ),
+)
+
+
+# The order of candidates
 
 METHOD_HANDICAPS = {"lora": 1.0, "full": 1.25, "qlora": 1.2, "lora-int8": 1.2, "lora-gptq4": 1.2}
 """How much faster than 16-bit LoRA a method must be before `auto` puts it first.
@@ -22,19 +131,17 @@ MANY_NODES_HANDICAP = 1.02
 _VERDICT_ORDER = {Verdict.FITS: 0, Verdict.TIGHT: 1}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A legal strategy, and what is predicted of it."""
 
     layout: Layout
     strategy: Strategy
-    outline: EstimateSummary
+    summary: EstimateSummary
     wanted_batch: int = 1
 
     @property
-    def overshoot(self) -> float:
-        """How many times the wanted batch one step takes, where the GPUs outnumber it."""
-        return find_overshoot(self.strategy, self.wanted_batch)
+    def fits(self) -> bool:
+        return self.summary.verdict is Verdict.FITS
 
     @property
     def family(self) -> tuple[object, ...]:
@@ -57,6 +164,7 @@ class Candidate:
 
 
 def find_overshoot(strategy: Strategy, wanted_batch: int) -> float:
+    """How many times the wanted batch one step takes, where the GPUs outnumber it."""
     s = strategy
     return max(1.0, s.micro_batch * s.grad_accum * s.world_size / wanted_batch)
 
@@ -94,7 +202,8 @@ def count_levers(strategy: Strategy) -> int:
 
 def rank(candidate: Candidate) -> tuple[float, ...]:
     """Smaller is better."""
-    return rank_estimate(candidate.strategy, candidate.outline, overshoot=candidate.overshoot)
+    overshoot = find_overshoot(candidate.strategy, candidate.wanted_batch)
+    return rank_estimate(candidate.strategy, candidate.summary, overshoot=overshoot)
 
 
 def rank_estimate(
@@ -113,3 +222,77 @@ def rank_estimate(
         estimate.gpu.peak_reserved_bytes / max(1, estimate.gpu.capacity_bytes),
         count_levers(strategy),
     )
+
+
+# Why a faster plan is ranked behind the first: the ranking's policy in one line.
+
+LEAST_FACTOR = 1.01
+"""A closer race is decided by headroom and simplicity, which the table shows."""
+
+
+def explain_order(plans: Sequence[Plan]) -> str | None:
+    """`2 is 1.17x faster, but ...` for the fastest plan that is not first; None where it is."""
+    best = plans[0]
+    timed = [n for n, plan in enumerate(plans, start=1) if plan.estimate.time.tier == TRACED]
+    if 0 < len(timed) < len(plans):
+        rows = f"row{'s' if len(timed) > 1 else ''} {', '.join(map(str, timed))}"
+        return (
+            f"Speeds do not compare: {rows} traced, the others by formula. All are ordered by "
+            "formula."
+        )
+    found = [
+        (factor, place, plan)
+        for place, plan in enumerate(plans[1:], start=2)
+        if (factor := _compare(plan, best)) >= LEAST_FACTOR
+    ]
+    if not found:
+        return None
+    factor, place, plan = max(found, key=lambda item: item[0])
+    return f"{place} is {factor:.2f}x faster, but {_reason(plan, best)}."
+
+
+def _compare(plan: Plan, other: Plan) -> float:
+    """How many times as fast as the other."""
+    seconds = measure_seconds(plan.estimate)
+    return measure_seconds(other.estimate) / seconds if seconds > 0 else 0.0
+
+
+def _reason(plan: Plan, best: Plan) -> str:
+    is_tighter = plan.estimate.verdict is not best.estimate.verdict
+    if is_tighter and plan.estimate.verdict is Verdict.TIGHT:
+        return "it is tight: what fits with room comes first"
+    if plan.effective_batch > best.effective_batch:
+        return f"it takes {plan.effective_batch:,} sequences a step, more than were asked for"
+    if handicap_total(plan.strategy) <= handicap_total(best.strategy):
+        return "it leaves less room or needs more levers"
+    return next(_prices(plan.strategy, best.strategy), "it asks for more than its speed is worth")
+
+
+def _prices(strategy: Strategy, best: Strategy) -> Iterator[str]:
+    """What the strategy costs that the best does not, dearest first."""
+    method = name_method(strategy)
+    if METHOD_HANDICAPS.get(method, 1.0) > METHOD_HANDICAPS.get(name_method(best), 1.0):
+        if method == "full":
+            yield "full tuning makes a whole model per run: --method full plans it first"
+        elif method == "qlora":
+            yield "QLoRA costs quality: --method qlora plans it first"
+        else:
+            weights = strategy.weights.value
+            yield (
+                f"{describe_method(strategy)} over {weights} costs quality: "
+                f"--set weights={weights} plans it first"
+            )
+    if strategy.offload is not Offload.NONE and best.offload is Offload.NONE:
+        setting = f"--set offload={strategy.offload.value}"
+        yield f"offload ties up host memory and the bus: {setting} plans it first"
+    if strategy.compile and not best.compile:
+        yield "compiling takes minutes before the first step: --set compile=true plans it first"
+    is_exact = not strategy.optimizer.record.costs_quality
+    if strategy.optimizer is not best.optimizer and not is_exact:
+        name = strategy.optimizer.value
+        yield f"{name} costs some quality: --set optimizer={name} plans it first"
+    if strategy.sharding is not best.sharding:
+        name = strategy.sharding.value
+        yield f"{name} is one more part that can fail: --set sharding={name} plans it first"
+    if strategy.num_nodes > best.num_nodes:
+        yield "it needs more nodes, which is one more part that can fail"

@@ -8,12 +8,12 @@ from types import MappingProxyType
 
 from pydantic import ValidationError
 
-from tightfit.core.data_profile import DataProfile
-from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import UsageError
-from tightfit.core.strategy import Method, Strategy
-from tightfit.core.suggest import did_you_mean
-from tightfit.core.training import Training
+from tightfit.core.profiles import DataProfile
+from tightfit.core.settings import Method
+from tightfit.core.strategy import Strategy, Training
+from tightfit.core.text import did_you_mean
+from tightfit.core.trainers import TrainerVersion
 from tightfit.estimation.host_and_disk import DEFAULT_CHECKPOINTS
 from tightfit.estimation.result import Estimate
 from tightfit.models.spec import ModelSpec
@@ -43,8 +43,13 @@ class JobRequest:
     for. `core.recipe.make_training` makes one: the default learning rate goes by the method."""
     fixed: Mapping[str, object] = field(default_factory=lambda: MappingProxyType({}))
     """Strategy fields the user has decided, by name."""
+    trainer: TrainerVersion | None = None
+    """Who runs it; None: tightfit itself."""
 
     def __post_init__(self) -> None:
+        if self.trainer is not None:
+            object.__setattr__(self, "spec", change_model(self.spec, self.trainer))
+            object.__setattr__(self, "fixed", {**self.trainer.list_fixed(), **self.fixed})
         if self.method not in METHODS:
             raise UsageError(
                 f"`{self.method}` is not a method.{did_you_mean(self.method, METHODS)}",
@@ -98,8 +103,14 @@ class JobRequest:
         return min(self.planned_seq_len, self.profile.max_tokens)
 
 
+def change_model(spec: ModelSpec, trainer: TrainerVersion) -> ModelSpec:
+    """The model as the trainer's own modelling code builds it."""
+    changed = trainer.list_model_changes(spec.activation)
+    return spec.model_copy(update=changed) if changed else spec
+
+
 def _coerce(fixed: Mapping[str, object]) -> Mapping[str, object]:
-    """The same fields with enums in place of words, or the first fault as a message."""
+    """The same fields with enums in place of words, or the first error as a message."""
     try:
         checked = Strategy.model_validate(dict(fixed))
     except ValidationError as error:
@@ -109,57 +120,3 @@ def _coerce(fixed: Mapping[str, object]) -> Mapping[str, object]:
             remedy="tightfit plan --help",
         ) from error
     return MappingProxyType({name: getattr(checked, name) for name in fixed})
-
-
-def name_method(strategy: Strategy) -> str:
-    """The word people use: `full`, `lora`, `lora-int8`, `qlora`, `lora-gptq4` or `load`."""
-    if strategy.method is not Method.LORA or not strategy.weights.is_quantized:
-        return strategy.method.value
-    return "qlora" if strategy.weights is Dtype.NF4 else f"lora-{strategy.weights.value}"
-
-
-def describe_recomputing(strategy: Strategy) -> str:
-    """`checkpointing`, `checkpointing of 8 layers` or `no checkpointing`."""
-    if not strategy.checkpointing:
-        return "no checkpointing"
-    some = strategy.recomputed_layers
-    return "checkpointing" if some is None else f"checkpointing of {some} layers"
-
-
-def describe_strategy(strategy: Strategy, *, is_cpu: bool = False) -> str:
-    """One line: `lora fp16, ddp on 1 x 4 GPUs, micro-batch 2 x 4, checkpointing, fused loss`."""
-    s = strategy
-    one, many = ("1 process", "processes") if is_cpu else ("1 GPU", "GPUs")
-    dtypes = s.weights.value if s.weights is s.compute else f"{s.weights.value}/{s.compute.value}"
-    where = one if s.world_size == 1 else f"{s.num_nodes} x {s.gpus_per_node} {many}"
-    parts = [
-        f"{name_method(s)} {dtypes}",
-        f"{s.sharding.value} on {where}",
-        f"micro-batch {s.micro_batch} x {s.grad_accum}",
-    ]
-    if s.offload.value != "none":
-        parts.append(f"offload {s.offload.value}")
-    parts.append(describe_recomputing(s))
-    if s.optimizer is not Strategy.model_fields["optimizer"].default:
-        parts.append(s.optimizer.value)
-    parts.append(f"{s.attention.value} attention")
-    parts.append(f"{s.loss.value} loss")
-    if s.dora:
-        parts.append("DoRA")
-    parts += name_kernel_levers(s)
-    parts += [name for name, on in (("compiled", s.compile), ("packed", s.packing)) if on]
-    return ", ".join(parts)
-
-
-def name_kernel_levers(strategy: Strategy) -> list[str]:
-    """What a plan pulls of the levers that change how products and passes run, in words."""
-    s = strategy
-    levers = (
-        ("fused kernels", s.fused_kernels),
-        ("large loss chunks", s.loss_chunk_factor > 1),
-        ("fused LoRA", s.fused_lora),
-        ("fp8 products", s.fp8),
-        ("fp8 gradients", s.fp8_gradients),
-        ("dequantized base", s.dequantized_base),
-    )
-    return [name for name, is_pulled in levers if is_pulled]

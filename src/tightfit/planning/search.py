@@ -2,40 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import NamedTuple
 
-from tightfit.core.strategy import Loss, Method, Optimizer
-from tightfit.core.units import render_seconds
-from tightfit.core.version import __version__
-from tightfit.estimation.loss import can_fuse_head_and_loss
+from tightfit.core.optimizers import Optimizer
+from tightfit.core.packages import __version__
+from tightfit.core.settings import Loss, Method
+from tightfit.core.units import render_bytes, render_seconds
+from tightfit.estimation.activations import can_fuse_head_and_loss
 from tightfit.estimation.result import Estimate, Verdict
 from tightfit.hardware.rates import measured_update_seconds
 from tightfit.hardware.types import Cluster, NodeGroup
-from tightfit.planning.explain import explain_choice, measure_levers, warn_of_slow_settings
-from tightfit.planning.filter import Shortfall, StrategyFilter, resize
-from tightfit.planning.judge import assume_host, describe_assumption
-from tightfit.planning.known_outcomes import KnownOutcome, find_known_limit
+from tightfit.planning.describe import name_method
+from tightfit.planning.filter import (
+    KnownOutcome,
+    Shortfall,
+    StrategyFilter,
+    assume_host,
+    describe_assumption,
+    find_known_limit,
+    name_memory_share,
+    resize,
+)
 from tightfit.planning.plan import Exclusion, Plan, PlanHardware, estimate_cost
-from tightfit.planning.ranking import Candidate, measure_seconds, rank
-from tightfit.planning.request import JobRequest, name_method
+from tightfit.planning.ranking import LEVERS, Candidate, measure_seconds, rank
+from tightfit.planning.request import JobRequest
 from tightfit.planning.rules import Case, find_warnings
 from tightfit.planning.space import Layout, list_layouts, list_micro_batches
 
-# A cluster's groups beside each other: the best plan of each, and whether it can start now.
+NUM_PLANS = 5
+_NUM_REFINED = 12
+"""Families whose smaller micro-batches are timed too: short rows can make them faster."""
+_NUM_FULL_LAYOUTS = 4
+"""Layouts searched with every lever; further ones only with those that nearly always win."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupBest:
-    """A group and the best that was found for it; None where nothing fits."""
+class GroupBest(NamedTuple):
+    """A group and the best plan found for it; None where nothing fits."""
 
     group: NodeGroup
     plan: Plan | None
 
     @property
     def can_start_now(self) -> bool | None:
-        """Whether as much is free as the plan takes. None: not told, or no plan."""
+        """Whether as much is free as the plan takes. None: not known, or no plan."""
         group, plan = self.group, self.plan
         if plan is None or group.num_free_nodes is None:
             return None
@@ -46,10 +58,9 @@ class GroupBest:
 
     @property
     def exceeds_limit(self) -> bool:
-        """The run takes longer than the partition lets a job run."""
-        limit, plan = self.group.max_seconds, self.plan
-        seconds = None if plan is None else find_run_seconds(plan.estimate, plan.num_epochs)
-        return bool(limit and seconds and seconds > limit)
+        """Whether the run takes longer than the partition lets a job run."""
+        plan = self.plan
+        return plan is not None and bool(warn_of_limit(self.group, plan.estimate, plan.num_epochs))
 
 
 def find_run_seconds(estimate: Estimate, num_epochs: float) -> float | None:
@@ -68,69 +79,6 @@ def warn_of_limit(group: NodeGroup, estimate: Estimate, num_epochs: float) -> tu
         f"takes about {takes}, and {group.name} stops jobs after {allowed}: it has to be queued "
         "again and resume",
     )
-
-
-# The last choice of a plan: wide slices for the fused loss, where memory is left for them.
-
-LARGE_CHUNK_FACTOR = 4
-"""As fast as wider ones, or nearly. Head and loss of 8192 tokens on one H200, 4096 wide, 128,256
-words, bf16, at factors 1, 2, 4 and 8: 27.0, 25.8, 24.4 and 24.6 ms with a frozen head, 52.7, 42.1,
-38.3 and 37.1 ms with a trained one (benchmarks/results/h200_fused_kernels.json)."""
-
-
-def enlarge_loss_chunks(sieve: StrategyFilter, candidate: Candidate) -> Candidate:
-    """The candidate with wide slices where they fit and gain time, else as it was.
-
-    They are worth less than any layer that need not be recomputed: a plan that recomputes has no
-    memory to give away.
-    """
-    strategy = candidate.strategy
-    is_sliced = strategy.loss is Loss.FUSED and can_fuse_head_and_loss(sieve.request.spec)
-    is_open = "loss_chunk_factor" not in sieve.request.fixed
-    if not is_sliced or not is_open or strategy.checkpointing:
-        return candidate
-    wide = strategy.model_copy(update={"loss_chunk_factor": LARGE_CHUNK_FACTOR})
-    if sieve.is_known_to_fail(candidate.layout, wide):
-        return candidate
-    outline = sieve.outline(candidate.layout, wide)
-    is_faster = measure_seconds(outline) < measure_seconds(candidate.outline)
-    if not is_faster or outline.verdict is not Verdict.FITS:
-        return candidate
-    return replace(candidate, strategy=wide, outline=outline)
-
-
-# The last choice of a full tuning: AdamW in our kernel, where `calibrate` found it faster here.
-
-
-def use_adamw_kernel(sieve: StrategyFilter, candidate: Candidate) -> Candidate:
-    """The candidate with that kernel where it is legal and gains time, else as it was.
-
-    Only on a device where it was measured in this dtype: `calibrate` also holds its update
-    against torch's there.
-    Adapters are too few for a kernel to matter.
-    """
-    strategy, layout = candidate.strategy, candidate.layout
-    measured = layout.group.node.gpu.measured
-    is_open = "optimizer" not in sieve.request.fixed and strategy.optimizer is Optimizer.ADAMW
-    if strategy.method is not Method.FULL or not is_open:
-        return candidate
-    value_bytes = strategy.weights.value_bytes
-    if measured_update_seconds(measured, Optimizer.ADAMW_KERNEL, value_bytes=value_bytes) is None:
-        return candidate
-    ours = strategy.model_copy(update={"optimizer": Optimizer.ADAMW_KERNEL})
-    if sieve.find_violation(layout, ours) is not None:
-        return candidate
-    outline = sieve.outline(layout, ours)
-    is_faster = measure_seconds(outline) < measure_seconds(candidate.outline)
-    return replace(candidate, strategy=ours, outline=outline) if is_faster else candidate
-
-
-NUM_PLANS = 5
-_NUM_REFINED = 12
-"""Families whose smaller micro-batches are timed too: short rows can make them faster."""
-
-_NUM_FULL_LAYOUTS = 4
-"""Layouts searched with every lever; further ones only with those that nearly always win."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,13 +123,13 @@ def search(
     """Plan the request on every group of the cluster; one job runs inside one group.
 
     Order: `fits` before `tight`, then by time under the handicaps of `ranking.py`.
-    The plans are different ideas (method, sharding, offload, nodes), at least one
-    of each method that fits. A coarse search has fewer levers and tells no reasons.
-    An exhaustive one tells apart every setting of every lever, also those that another is
-    surely better than. What is `known` to have run out of memory here is left out, and all
-    that needs as much.
+    The plans are different ideas (method, sharding, offload, nodes); one of each method that
+    fits is among the first NUM_PLANS. Fewer plans are the first of more.
+    A coarse search has fewer levers and gives no reasons. An exhaustive one tells apart every
+    setting of every lever, also those that another is surely better than. What is `known` to have
+    run out of memory here is left out, and all that needs as much.
     """
-    sieve = StrategyFilter(
+    found = StrategyFilter(
         request=request,
         network_bytes_per_second=cluster.network_bytes_per_second,
         keeps_beaten=is_exhaustive,
@@ -191,29 +139,41 @@ def search(
             if (limit := find_known_limit(known, request.spec, group.node)) is not None
         },
     )
-    for order, layout in enumerate(_list_all_layouts(request, cluster, is_coarse=is_coarse)):
-        sieve.sift(layout, is_coarse=is_coarse or order >= _NUM_FULL_LAYOUTS)
+    layouts: list[Layout] = []
+    for group in cluster.groups:
+        assumed = group.model_copy(update={"node": assume_host(group.node)})
+        layouts += list_layouts(assumed, request, is_coarse=is_coarse)
+    # Whole groups and single nodes first, then the steps between.
+    layouts.sort(key=lambda layout: 1 < layout.num_nodes < layout.group.num_nodes)
+    for order, layout in enumerate(layouts):
+        found.filter(layout, is_coarse=is_coarse or order >= _NUM_FULL_LAYOUTS)
     if is_exhaustive:
-        ordered = chosen = _choose_all(sieve, num_plans)
+        # The best candidates, each at its own fastest micro-batch, however alike they are.
+        best = sorted(found.candidates, key=rank)[:num_plans]
+        ordered = chosen = sorted((_refine(found, candidate) for candidate in best), key=rank)
     else:
-        ordered = _refine_first(sieve, num_plans if is_coarse else _NUM_REFINED)
+        best = _drop_needless_quantization(found, _best_of_families(found.candidates))
+        count = num_plans if is_coarse else _NUM_REFINED
+        refined = [_refine(found, candidate) for candidate in best[:count]]
+        ordered = sorted([*refined, *best[count:]], key=rank)
         chosen = _choose_different(ordered, num_plans)
     return SearchResult(
         plans=tuple(
-            _make_plan(sieve, candidate, cluster, is_told=not is_coarse) for candidate in chosen
+            _make_plan(found, candidate, cluster, is_explained=not is_coarse)
+            for candidate in chosen
         ),
-        excluded=sieve.list_exclusions(),
-        num_considered=sieve.num_considered,
-        shortfall=None if chosen else sieve.nearest or sieve.nearest_host,
+        excluded=found.list_exclusions(),
+        num_considered=found.num_considered,
+        shortfall=None if chosen else found.nearest or found.nearest_host,
         wanted_batch=request.effective_batch,
-        by_group=() if is_coarse else _best_by_group(sieve, ordered, cluster),
-        barrier=sieve.barrier,
+        by_group=() if is_coarse else _best_by_group(found, ordered, cluster),
+        barrier=found.barrier,
         fixed=frozenset(request.fixed),
     )
 
 
 def _best_by_group(
-    sieve: StrategyFilter, ordered: Sequence[Candidate], cluster: Cluster
+    found: StrategyFilter, ordered: Sequence[Candidate], cluster: Cluster
 ) -> tuple[GroupBest, ...]:
     """Partitions differ in more than speed (what is free, how long a job may run): one of each."""
     if len(cluster.groups) < 2:
@@ -222,88 +182,156 @@ def _best_by_group(
     for candidate in ordered:
         first.setdefault(candidate.layout.group.name, candidate)
     plans = {
-        name: _make_plan(sieve, candidate, cluster, is_told=True)
+        name: _make_plan(found, candidate, cluster, is_explained=True)
         for name, candidate in first.items()
     }
     return tuple(GroupBest(group=group, plan=plans.get(group.name)) for group in cluster.groups)
 
 
-def _list_all_layouts(request: JobRequest, cluster: Cluster, *, is_coarse: bool) -> list[Layout]:
-    """Layouts of every group; whole groups and single nodes first, then the steps between."""
-    found = []
-    for group in cluster.groups:
-        assumed = group.model_copy(update={"node": assume_host(group.node)})
-        found += list_layouts(assumed, request, is_coarse=is_coarse)
-    return sorted(found, key=lambda layout: 1 < layout.num_nodes < layout.group.num_nodes)
-
-
 def _best_of_families(candidates: list[Candidate]) -> list[Candidate]:
     found: dict[tuple[object, ...], Candidate] = {}
     for candidate in candidates:
-        held = found.get(candidate.family)
-        if held is None or rank(candidate) < rank(held):
+        best = found.get(candidate.family)
+        if best is None or rank(candidate) < rank(best):
             found[candidate.family] = candidate
     return sorted(found.values(), key=rank)
 
 
-def _refine_first(sieve: StrategyFilter, count: int) -> list[Candidate]:
-    """The best of each family in order, the first few of them refined."""
-    best = _best_of_families(sieve.candidates)
-    refined = [_refine(sieve, candidate) for candidate in best[:count]]
-    return sorted([*refined, *best[count:]], key=rank)
+def _drop_needless_quantization(found: StrategyFilter, ordered: list[Candidate]) -> list[Candidate]:
+    """Without quantized plans that the same plan over 16-bit weights beats in memory and in time:
+    small models save less by packing than packed products keep beside them."""
+    if found.request.method != "auto" or "weights" in found.request.fixed:
+        return ordered
 
+    def describe(candidate: Candidate) -> tuple[object, ...]:
+        s = candidate.strategy
+        where = (candidate.layout.group.name, s.num_nodes, s.gpus_per_node)
+        return (*where, s.sharding, s.offload, s.micro_batch, s.checkpointing)
 
-def _refine(sieve: StrategyFilter, candidate: Candidate) -> Candidate:
-    """The same strategy at the micro-batch that is fastest, which need not be the largest; then
-    what is better wherever it can be had: a loss in wide slices, the update in our kernel."""
-    best = candidate
-    for size in list_micro_batches(sieve.request, candidate.strategy):
-        if size[0] >= candidate.strategy.micro_batch:
-            continue
-        strategy = resize(candidate.strategy, size)
-        outline = sieve.outline(candidate.layout, strategy)
-        other = replace(candidate, strategy=strategy, outline=outline)
-        if outline.verdict in (Verdict.FITS, Verdict.TIGHT) and rank(other) < rank(best):
-            best = other
-    return use_adamw_kernel(sieve, enlarge_loss_chunks(sieve, best))
-
-
-def _choose_all(sieve: StrategyFilter, num_plans: int) -> list[Candidate]:
-    """The best candidates, each at its own fastest micro-batch, however alike they are."""
-    best = sorted(sieve.candidates, key=rank)[:num_plans]
-    return sorted((_refine(sieve, candidate) for candidate in best), key=rank)
+    rivals = {
+        describe(candidate): candidate
+        for candidate in reversed(ordered)
+        if name_method(candidate.strategy) == "lora"
+    }
+    kept = []
+    for candidate in ordered:
+        method, rival = name_method(candidate.strategy), rivals.get(describe(candidate))
+        is_beaten = (
+            candidate.strategy.weights.is_quantized
+            and rival is not None
+            and rival.summary.gpu.peak_reserved_bytes <= candidate.summary.gpu.peak_reserved_bytes
+            and measure_seconds(rival.summary) <= measure_seconds(candidate.summary)
+        )
+        if is_beaten:
+            reason = f"{method} saves no memory and no time here over the same plan with lora"
+            found.leave_out("needless-quantization", reason, candidate.strategy)
+        else:
+            kept.append(candidate)
+    return kept
 
 
 def _choose_different(ordered: list[Candidate], num_plans: int) -> list[Candidate]:
-    """The best, then the best of each other method, then the next best ideas."""
-    chosen: dict[tuple[object, ...], Candidate] = {}
-    methods: set[str] = set()
+    """The first `num_plans` of one fixed order: fewer plans are a prefix of more.
+
+    First NUM_PLANS by rank, with the best of every method among them; then the further ideas.
+    """
+    by_idea: dict[tuple[object, ...], Candidate] = {}
+    by_method: dict[str, Candidate] = {}
     for candidate in ordered:
-        method = name_method(candidate.strategy)
-        if method not in methods and len(chosen) < num_plans:
-            methods.add(method)
-            chosen[candidate.idea] = candidate
-    for candidate in ordered:
-        if len(chosen) >= num_plans:
+        by_idea.setdefault(candidate.idea, candidate)
+        by_method.setdefault(name_method(candidate.strategy), candidate)
+    head = {candidate.idea: candidate for candidate in by_method.values()}
+    for idea, candidate in by_idea.items():
+        if len(head) >= NUM_PLANS:
             break
-        chosen.setdefault(candidate.idea, candidate)
-    return sorted(chosen.values(), key=rank)
+        head.setdefault(idea, candidate)
+    rest = [candidate for idea, candidate in by_idea.items() if idea not in head]
+    return [*sorted(head.values(), key=rank), *rest][:num_plans]
+
+
+# The last choices of a plan
+
+
+def _refine(found: StrategyFilter, candidate: Candidate) -> Candidate:
+    """The same strategy at the micro-batch that is fastest, which need not be the largest; then
+    with large loss chunks and our AdamW kernel, where they gain time."""
+    best = candidate
+    for size in list_micro_batches(found.request, candidate.strategy):
+        if size[0] >= candidate.strategy.micro_batch:
+            continue
+        strategy = resize(candidate.strategy, size)
+        summary = found.summarize(candidate.layout, strategy)
+        other = candidate._replace(strategy=strategy, summary=summary)
+        if summary.verdict in (Verdict.FITS, Verdict.TIGHT) and rank(other) < rank(best):
+            best = other
+    return use_adamw_kernel(found, enlarge_loss_chunks(found, best))
+
+
+LARGE_CHUNK_FACTOR = 4
+"""As fast as larger ones, or nearly. Head and loss of 8192 tokens on one H200, 4096 wide, 128,256
+words, bf16, at factors 1, 2, 4 and 8: 27.0, 25.8, 24.4 and 24.6 ms with a frozen head, 52.7, 42.1,
+38.3 and 37.1 ms with a trained one (benchmarks/results/h200_fused_kernels.json)."""
+
+
+def enlarge_loss_chunks(found: StrategyFilter, candidate: Candidate) -> Candidate:
+    """The candidate with large loss chunks where they fit and gain time, else as it was.
+
+    They are worth less than any layer that need not be recomputed: a plan that recomputes has no
+    memory to give away.
+    """
+    strategy = candidate.strategy
+    is_chunked = strategy.loss is Loss.FUSED and can_fuse_head_and_loss(found.request.spec)
+    is_open = "loss_chunk_factor" not in found.request.fixed
+    if not is_chunked or not is_open or strategy.checkpointing:
+        return candidate
+    larger = strategy.model_copy(update={"loss_chunk_factor": LARGE_CHUNK_FACTOR})
+    if found.is_known_to_fail(candidate.layout, larger):
+        return candidate
+    other = candidate._replace(strategy=larger, summary=found.summarize(candidate.layout, larger))
+    return other if _is_faster(other, candidate) and other.fits else candidate
+
+
+def use_adamw_kernel(found: StrategyFilter, candidate: Candidate) -> Candidate:
+    """A full tuning with our AdamW kernel where it is legal and gains time, else as it was.
+
+    Only on a device where `calibrate` measured it in this dtype: it also compares its update with
+    torch's there. Adapters are too few for a kernel to matter.
+    """
+    strategy, layout = candidate.strategy, candidate.layout
+    is_open = "optimizer" not in found.request.fixed and strategy.optimizer is Optimizer.ADAMW
+    if strategy.method is not Method.FULL or not is_open:
+        return candidate
+    seconds = measured_update_seconds(
+        layout.group.node.gpu.measured,
+        Optimizer.ADAMW_KERNEL,
+        value_bytes=strategy.weights.value_bytes,
+    )
+    ours = strategy.model_copy(update={"optimizer": Optimizer.ADAMW_KERNEL})
+    if seconds is None or found.find_violation(layout, ours) is not None:
+        return candidate
+    other = candidate._replace(strategy=ours, summary=found.summarize(layout, ours))
+    return other if _is_faster(other, candidate) else candidate
+
+
+def _is_faster(one: Candidate, other: Candidate) -> bool:
+    return measure_seconds(one.summary) < measure_seconds(other.summary)
 
 
 def _make_plan(
-    sieve: StrategyFilter, candidate: Candidate, cluster: Cluster, *, is_told: bool
+    found: StrategyFilter, candidate: Candidate, cluster: Cluster, *, is_explained: bool
 ) -> Plan:
-    """`is_told`: with what its levers bring, each estimated again without it."""
-    request, strategy, group = sieve.request, candidate.strategy, candidate.layout.group
+    """`is_explained`: with the effect of each lever, estimated again without it."""
+    request, strategy, group = found.request, candidate.strategy, candidate.layout.group
     stated = next(one.node for one in cluster.groups if assume_host(one.node) == group.node)
-    said = describe_assumption(stated, group.node)
-    found = sieve.estimate(candidate.layout, strategy)
-    estimate = found.model_copy(update={"assumptions": (*said, *found.assumptions)})
+    estimate = found.estimate(candidate.layout, strategy)
+    assumptions = (*describe_assumption(stated, group.node), *estimate.assumptions)
+    estimate = estimate.model_copy(update={"assumptions": assumptions})
     case = Case(spec=request.spec, strategy=strategy, node=group.node, num_nodes=group.num_nodes)
     num_epochs = request.count_epochs(estimate)
-    limit = warn_of_limit(group, estimate, num_epochs)
-    effects = tuple(measure_levers(sieve, candidate)) if is_told else ()
-    asked = warn_of_slow_settings(request.fixed, effects)
+    effects = list(measure_levers(found, candidate)) if is_explained else []
+    why = [effect.sentence for effect in effects]
+    if is_explained:
+        why += [*_explain_batch(request, candidate), *_explain_nodes(candidate)]
     return Plan(
         tightfit_version=__version__,
         model=request.spec,
@@ -326,9 +354,103 @@ def _make_plan(
             num_epochs=num_epochs,
         ),
         training=request.training.get(strategy.method),
-        why=explain_choice(sieve, candidate, effects) if is_told else (),
-        warnings=(*asked, *(warning.reason for warning in find_warnings(case)), *limit),
+        why=tuple(why),
+        warnings=(
+            *warn_of_slow_settings(request.fixed, effects),
+            *(warning.reason for warning in find_warnings(case)),
+            *warn_of_limit(group, estimate, num_epochs),
+        ),
     )
+
+
+# Why a plan looks as it does: each lever turned back, estimated again, and put in a sentence
+
+LEAST_SLOWDOWN = 1.02
+"""Less is not worth a warning."""
+
+
+class LeverEffect(NamedTuple):
+    """This plan against the same plan without the lever."""
+
+    name: str
+    fields: tuple[str, ...]
+    """Of the strategy, that ask for it."""
+    speedup: float
+    """Time without the lever over time with it; above 1 the lever is faster."""
+    added_bytes: int
+    """Peak per GPU with the lever less the peak without it; negative saves memory."""
+    verdict_without: Verdict
+    share: str = "per GPU"
+    """Whose memory `added_bytes` are."""
+
+    @property
+    def sentence(self) -> str:
+        parts = []
+        if self.speedup >= 1.005:
+            parts.append(f"{self.speedup:.2f}x faster")
+        elif self.speedup <= 0.995:
+            parts.append(f"{1 / self.speedup:.2f}x slower")
+        if abs(self.added_bytes) >= 2**26:
+            sign = "+" if self.added_bytes > 0 else "-"
+            parts.append(f"{sign}{render_bytes(abs(self.added_bytes))} {self.share}")
+        if self.verdict_without is Verdict.DOES_NOT_FIT:
+            parts.append("without it the job does not fit")
+        elif self.verdict_without is Verdict.TIGHT:
+            parts.append("without it the fit is tight")
+        elif self.added_bytes > 2**26:
+            parts.append("still fits")
+        return f"{self.name}: " + (", ".join(parts) if parts else "no difference here")
+
+
+def measure_levers(found: StrategyFilter, candidate: Candidate) -> Iterator[LeverEffect]:
+    """The effect of each pulled lever, in the order of `LEVERS`."""
+    strategy, layout = candidate.strategy, candidate.layout
+    for lever in LEVERS:
+        if not lever.is_pulled(strategy):
+            continue
+        turned_back = strategy.model_copy(update=lever.turned_back)
+        if found.find_violation(layout, turned_back) is not None:
+            continue
+        with_it, without = candidate.summary, found.summarize(layout, turned_back)
+        speedup = measure_seconds(without) / max(measure_seconds(with_it), 1e-12)
+        yield LeverEffect(
+            name=lever.name,
+            fields=lever.fields,
+            speedup=min(speedup, 1.0) if lever.is_for_memory else speedup,
+            added_bytes=with_it.gpu.peak_reserved_bytes - without.gpu.peak_reserved_bytes,
+            verdict_without=without.verdict,
+            share=name_memory_share(layout.group.node),
+        )
+
+
+def warn_of_slow_settings(fixed: Collection[str], effects: Sequence[LeverEffect]) -> Iterator[str]:
+    """Levers that the user fixed, that cost time here, and that the job fits without."""
+    for effect in effects:
+        asked = [name for name in effect.fields if name in fixed]
+        is_slow = effect.speedup < 1 / LEAST_SLOWDOWN
+        if asked and is_slow and effect.verdict_without is Verdict.FITS:
+            yield (
+                f"{effect.name}: asked for, but without it the same plan fits and is predicted to "
+                f"be {1 / effect.speedup:.2f}x faster: leave {' and '.join(asked)} out"
+            )
+
+
+def _explain_batch(request: JobRequest, candidate: Candidate) -> Iterator[str]:
+    s, wanted = candidate.strategy, request.effective_batch
+    got = s.micro_batch * s.grad_accum * s.world_size
+    if got > wanted:
+        yield f"{s.world_size} GPUs take a sequence each at least: {got} per step, not {wanted}"
+    elif got < wanted:
+        gpus = "1 GPU" if s.world_size == 1 else f"{s.world_size} GPUs"
+        made_of = f"{gpus} x micro-batch {s.micro_batch} x {s.grad_accum}"
+        yield f"{got} sequences per step, not {wanted}: {made_of}"
+
+
+def _explain_nodes(candidate: Candidate) -> Iterator[str]:
+    free = candidate.layout.group.num_free_nodes
+    wanted = candidate.strategy.num_nodes
+    if free is not None and free < wanted:
+        yield f"needs {wanted} nodes of {candidate.layout.group.name}; {free} are free now"
 
 
 # Settings that leave no plan

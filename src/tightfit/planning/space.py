@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
+from tightfit.core.attention import Attention
 from tightfit.core.dtypes import Dtype
-from tightfit.core.strategy import (
-    Attention,
-    Loss,
-    Method,
-    Offload,
-    Optimizer,
-    Sharding,
-    Strategy,
-)
+from tightfit.core.optimizers import Optimizer
+from tightfit.core.settings import Loss, Method, Offload, Sharding
+from tightfit.core.strategy import Strategy
 from tightfit.hardware.types import Gpu, Node, NodeGroup
-from tightfit.models.attention import KERNELS, is_proposed, needs_of
+from tightfit.models.attention import list_proposed, needs_of
 from tightfit.models.spec import ModelSpec
 from tightfit.planning.request import JobRequest
-from tightfit.planning.rules import DEQUANTIZED_RULES, FUSED_LORA_RULES, Case, Rule, find_violations
+from tightfit.planning.rules import (
+    DEQUANTIZED_RULES,
+    FUSED_LORA_RULES,
+    Case,
+    find_violations,
+    is_refused,
+)
 
 _Fields = dict[str, Any]
 
@@ -55,8 +55,7 @@ MAX_BATCH_LOSS_FRACTION = 0.05
 _FULL_OPTIMIZERS = (Optimizer.ADAMW, *(one for one in Optimizer if one.is_8bit))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class Layout(NamedTuple):
     """How many nodes of a group take part, with how many GPUs each."""
 
     group: NodeGroup
@@ -91,9 +90,15 @@ def _count(stated: object, otherwise: int) -> int:
 
 
 def enumerate_strategies(
-    request: JobRequest, layout: Layout, *, is_coarse: bool = False
+    request: JobRequest,
+    layout: Layout,
+    *,
+    is_coarse: bool = False,
+    on_needless: Callable[[str, Strategy], None] | None = None,
 ) -> Iterator[Strategy]:
     """Every strategy of one layout at micro-batch 1, what is faster where it fits first.
+
+    `on_needless` is told of those that never gain, with the reason; they are not yielded.
 
     What a request fixes replaces that part of the space. A coarse space has the
     levers that nearly always win only; the buying guide uses it.
@@ -103,48 +108,66 @@ def enumerate_strategies(
         "num_nodes": layout.num_nodes,
         "gpus_per_node": layout.gpus_per_node,
     }
-    is_cpu = layout.group.node.gpu.is_cpu
+    node = layout.group.node
+    is_cpu = node.gpu.is_cpu
     axes = (
-        list_precisions(request, layout.group.node.gpu, is_coarse=is_coarse),
+        list_precisions(request, node.gpu, is_coarse=is_coarse),
         [
             pair
             for pair in _list_shardings(layout, is_coarse=is_coarse)
             if pair["offload"] is Offload.NONE or not is_cpu
         ],
-        _list_kernels(request, layout.group.node, is_coarse=is_coarse),
-        _list_attention(request, layout.group.node, is_coarse=is_coarse),
+        _list_kernels(request, node, is_coarse=is_coarse),
+        _list_attention(request, node, is_coarse=is_coarse),
         [{"checkpointing": False}, {"checkpointing": True}],
     )
+    plainest = Strategy()
     seen: set[Strategy] = set()
+    examples: dict[str, Strategy] = {}
+    is_asked = not {"method", "sharding", "offload", "compile"}.isdisjoint(request.fixed)
     for parts in product(*axes):
-        merged: _Fields = base | {key: value for part in parts for key, value in part.items()}
-        if not _is_sensible(merged):
+        merged = dict(base)
+        for part in parts:
+            merged |= part
+        needless = _find_needless(merged)
+        if needless:
+            if on_needless is not None and not is_asked:
+                examples.setdefault(needless, plainest.model_copy(update=merged))
+                on_needless(needless, examples[needless])
             continue
         for optimizer in _list_optimizers(merged, is_coarse=is_coarse or is_cpu):
-            strategy = Strategy(**(merged | {"optimizer": optimizer} | dict(request.fixed)))
-            if "fused_lora" not in request.fixed:
-                strategy = fuse_lora_where_legal(request.spec, strategy, layout.group.node)
-            for one in _list_bases(request, strategy, layout.group.node):
+            # A copy is not validated again, which would take longer than judging it.
+            fields = {"fused_lora": True, **merged, "optimizer": optimizer, **request.fixed}
+            strategy = plainest.model_copy(update=fields)
+            if request.trainer is not None:
+                strategy = request.trainer.follow(
+                    strategy, request.spec.model_type, given=request.fixed, is_planning=True
+                )
+            if "fused_lora" not in request.fixed and _refuses_fused_lora(
+                request.spec, strategy, node
+            ):
+                strategy = strategy.model_copy(update={"fused_lora": False})
+            for one in _list_bases(request, strategy, node):
                 if one not in seen:
                     seen.add(one)
                     yield one
 
 
-def fuse_lora_where_legal(spec: ModelSpec, strategy: Strategy, node: Node) -> Strategy:
-    """With fused LoRA where nothing stands against them: they cost nothing.
+def _refuses_fused_lora(spec: ModelSpec, fused: Strategy, node: Node) -> bool:
+    """Whether LoRA stays as it is: fused it costs nothing, so only a rule is against it.
 
-    Compiled layers do without: the compiler joins those passes with their neighbours itself. Not
-    so with fp8, which needs them.
+    Compiled layers do without: the compiler fuses those passes itself. Not so with fp8, which
+    needs it.
     """
-    if strategy.method is not Method.LORA or (strategy.compile and not strategy.fp8):
-        return strategy
-    folded = strategy.model_copy(update={"fused_lora": True})
-    return strategy if _is_refused(FUSED_LORA_RULES, spec, folded, node) else folded
+    if fused.method is not Method.LORA or (fused.compile and not fused.fp8):
+        return True
+    case = Case(spec=spec, strategy=fused, node=node, num_nodes=fused.num_nodes)
+    return is_refused(FUSED_LORA_RULES, case)
 
 
 def _list_bases(request: JobRequest, strategy: Strategy, node: Node) -> list[Strategy]:
-    """Unpacked once where nothing stands against it, then packed: what there is room for. fp8 is
-    made of unpacked matrices alone.
+    """Dequantized where no rule forbids it, then quantized: what there is room for. fp8 needs a
+    dequantized base.
 
     Only where nf4 was asked for: of an open method, 16-bit LoRA is as large and as fast, and
     loses nothing.
@@ -152,17 +175,11 @@ def _list_bases(request: JobRequest, strategy: Strategy, node: Node) -> list[Str
     is_asked = request.method == "qlora" or request.fixed.get("weights") is Dtype.NF4
     if not is_asked or "dequantized_base" in request.fixed:
         return [strategy]
-    unpacked = strategy.model_copy(update={"dequantized_base": True})
-    is_refused = _is_refused(DEQUANTIZED_RULES, request.spec, unpacked, node)
-    if is_refused:
+    dequantized = strategy.model_copy(update={"dequantized_base": True})
+    case = Case(spec=request.spec, strategy=dequantized, node=node, num_nodes=strategy.num_nodes)
+    if is_refused(DEQUANTIZED_RULES, case):
         return [strategy]
-    return [unpacked] if strategy.fp8 else [unpacked, strategy]
-
-
-def _is_refused(rules: Iterable[Rule], spec: ModelSpec, strategy: Strategy, node: Node) -> bool:
-    """Whether one of these rules stands against a lever, whatever others say."""
-    case = Case(spec=spec, strategy=strategy, node=node, num_nodes=strategy.num_nodes)
-    return any(rule.violated(case) for rule in rules)
+    return [dequantized] if strategy.fp8 else [dequantized, strategy]
 
 
 def list_micro_batches(request: JobRequest, strategy: Strategy) -> list[tuple[int, int]]:
@@ -172,19 +189,16 @@ def list_micro_batches(request: JobRequest, strategy: Strategy) -> list[tuple[in
     can without passing it; only more GPUs than sequences pass it.
     """
     share = max(1, request.effective_batch // strategy.world_size)
-    is_fixed = "micro_batch" in request.fixed
-    sizes = [strategy.micro_batch] if is_fixed else _list_sizes(share)
+    if "micro_batch" in request.fixed:
+        sizes = [strategy.micro_batch]
+    else:  # divisors, and powers of two that lose little
+        divisors = [size for size in range(1, min(share, 4096) + 1) if share % size == 0]
+        powers = [2**power for power in range(17) if 2**power <= share]
+        close = [size for size in powers if share % size <= MAX_BATCH_LOSS_FRACTION * share]
+        sizes = sorted({*divisors, *close})
     if "grad_accum" in request.fixed:
         return [(size, strategy.grad_accum) for size in sizes]
     return [(size, max(1, share // size)) for size in sizes]
-
-
-def _list_sizes(share: int) -> list[int]:
-    """Micro-batches for `share` sequences per GPU: divisors, and powers of two that lose little."""
-    divisors = [size for size in range(1, min(share, 4096) + 1) if share % size == 0]
-    powers = [2**power for power in range(17) if 2**power <= share]
-    close = [size for size in powers if share % size <= MAX_BATCH_LOSS_FRACTION * share]
-    return sorted({*divisors, *close})
 
 
 def list_precisions(request: JobRequest, gpu: Gpu, *, is_coarse: bool = False) -> list[_Fields]:
@@ -248,13 +262,11 @@ def choose_compute_dtype(spec: ModelSpec, gpu: Gpu) -> Dtype:
 def choose_attention(spec: ModelSpec, node: Node, *, compute: Dtype) -> Attention:
     """The best attention that runs this model on this card with no further package: sdpa, else
     flash, else eager."""
-    needs = needs_of(spec)
-    for attention in KERNELS:
+    for attention in list_proposed(needs_of(spec)):
         trial = Strategy(method=Method.LOAD, weights=compute, compute=compute, attention=attention)
         case = Case(spec=spec, strategy=trial, node=node, num_nodes=1)
-        names = ("cpu-flash", attention.value)
-        is_refused = any(v.rule.startswith(names) for v in find_violations(case))
-        if is_proposed(attention, needs) and not is_refused:
+        names = ("cpu-attention", "attention", attention.value)
+        if not any(v.rule.startswith(names) for v in find_violations(case)):
             return attention
     return Attention.EAGER
 
@@ -303,8 +315,8 @@ def _list_attention(request: JobRequest, node: Node, *, is_coarse: bool) -> list
     ]
     if request.profile is not None and not request.spec.is_encoder_decoder:
         is_plain = is_coarse or node.gpu.is_cpu
-        has_flash = is_proposed(Attention.FLASH, needs_of(request.spec))
-        others = (Attention.FLASH,) if has_flash and not is_plain else ()
+        proposed = [] if is_plain else list_proposed(needs_of(request.spec))
+        others = (kind for kind in proposed if kind.record.varlen == "always")
         kinds = tuple(dict.fromkeys((best, *others)))
         found += [{"attention": kind, "packing": True} for kind in kinds]
     stated = request.fixed.get("packing")
@@ -324,13 +336,17 @@ def _list_optimizers(fields: _Fields, *, is_coarse: bool) -> tuple[Optimizer, ..
     return _FULL_OPTIMIZERS[:2] if is_coarse else _FULL_OPTIMIZERS
 
 
-def _is_sensible(fields: _Fields) -> bool:
-    """Leave out what is legal but never gains: it would only cost time to look at."""
+def _find_needless(fields: _Fields) -> str:
+    """Why what is legal never gains, so that looking at it would only cost time; else empty."""
     is_zero = fields["sharding"].is_zero
     if is_zero and fields["compile"]:
-        return False  # DeepSpeed's hooks break the graph at every layer
-    # Adapters' state is too small to be worth sharding or sending to the host.
+        return "DeepSpeed's hooks break a compiled graph at every layer"
     is_about_state = fields["offload"] is Offload.OPTIMIZER or (
         fields["sharding"] in (Sharding.ZERO1, Sharding.ZERO2)
     )
-    return not (fields["method"] is Method.LORA and is_about_state)
+    if fields["method"] is Method.LORA and is_about_state:
+        return (
+            "the optimizer state of adapters is too small to gain from sharding (ZeRO-1, ZeRO-2) "
+            "or offloading it alone: --set sharding=zero1 plans it all the same"
+        )
+    return ""

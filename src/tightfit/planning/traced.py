@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from tightfit.core.data_profile import DataProfile
+from tightfit.core.profiles import DataProfile
 from tightfit.core.strategy import Strategy
 from tightfit.core.units import render_bytes
 from tightfit.estimation.job import estimate_job, exceeds_host_memory
-from tightfit.estimation.result import Estimate, GpuMemory, Phase, StepTime, Verdict
+from tightfit.estimation.result import TRACED, Estimate, GpuMemory, Phase, StepTime, Verdict
 from tightfit.estimation.step_time import estimate_step_time
 from tightfit.hardware.types import Gpu, Node
-from tightfit.planning.judge import assume_host
+from tightfit.planning.filter import assume_host
 from tightfit.planning.plan import Plan, estimate_cost
 from tightfit.planning.ranking import find_overshoot, rank_estimate
 from tightfit.planning.search import SearchResult
-from tightfit.trace.operations import OperationLog
-from tightfit.trace.result import TracedMemory
+from tightfit.trace.result import OperationLog, TracedMemory
 from tightfit.trace.traced_time import estimate_traced_time
+from tightfit.trace.tracer import TraceResponse
 
-TRACED = "traced"
 CLOSED_FORM_COMPONENTS = ("communication", "offload", "hooks")
 """Not in a trace: transfers, and DeepSpeed's hooks, since DeepSpeed does not run in it."""
 OPTIMIZER_COMPONENT = "optimizer"
@@ -85,28 +85,24 @@ def time_plan(plan: Plan, operations: OperationLog) -> StepTime:
     Known data has shorter rows than the trace, which runs the longest: how much less a step of
     them takes is the closed form's to say.
     """
-    gpu, strategy = plan.hardware.node.gpu, plan.strategy
-    of_trace = None if plan.data is None else _estimate_traced_batch(plan, plan.data)
+    gpu, strategy, data = plan.hardware.node.gpu, plan.strategy, plan.data
+    of_trace = None
+    if data is not None:
+        length = find_document_len(data, strategy)
+        alike = None if length is None else data.model_copy(update={"histogram": ((length, 1),)})
+        of_trace = estimate_step_time(
+            spec=plan.model,
+            strategy=strategy,
+            node=assume_host(plan.hardware.node),
+            network_bytes_per_second=plan.hardware.network_bytes_per_second,
+            profile=alike,
+            num_trainable=plan.estimate.parameters.trainable,
+        )
     return with_traced_time(plan.estimate.time, operations, gpu, strategy, of_traced_batch=of_trace)
-
-
-def _estimate_traced_batch(plan: Plan, data: DataProfile) -> StepTime:
-    length = find_document_len(data, plan.strategy)
-    alike = None if length is None else data.model_copy(update={"histogram": ((length, 1),)})
-    return estimate_step_time(
-        spec=plan.model,
-        strategy=plan.strategy,
-        node=assume_host(plan.hardware.node),
-        network_bytes_per_second=plan.hardware.network_bytes_per_second,
-        profile=alike,
-        num_trainable=plan.estimate.parameters.trainable,
-    )
 
 
 NUM_HALVINGS = 2
 """Of the micro-batch, before a plan is given up."""
-_CHUNK_FIELDS, _BATCH_FIELDS = ("loss_chunk_factor",), ("micro_batch", "grad_accum")
-"""What changes in a plan that does not fit after all."""
 _STAGE_PHASES = {"load": "load", "eval": "eval", "save": "save", "generate": "inference"}
 """A trace's stages that the closed form knows as phases."""
 RECOMPUTE_LEVERS = ("recomputing activations", "no recomputation")
@@ -128,23 +124,8 @@ class TraceRequest:
     """Whether to look for the smallest number of recomputed layers that fits `room_bytes`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TraceOutcome:
-    """What came of a wish."""
-
-    traced: TracedMemory | None
-    fewest_recomputed: int | None = None
-    """Layers that must be recomputed; `traced` is then of a job that recomputes as many. None
-    where it was not asked for, or where nothing fits."""
-    operations: OperationLog | None = None
-    """Of the step that `traced` speaks of, where all of them were understood."""
-    problem: str = ""
-    """Why there is no trace."""
-    remedy: str = ""
-
-
-Trace = Callable[[Sequence[TraceRequest]], list[TraceOutcome]]
-"""The tracer, handed in by whoever may start processes. One answer per wish."""
+Trace = Callable[[Sequence[TraceRequest]], list[TraceResponse]]
+"""The tracer, handed in by whoever may start processes. One answer per request."""
 
 
 def make_trace_request(plan: Plan, fixed: Set[str] = frozenset()) -> TraceRequest:
@@ -176,14 +157,17 @@ def apply_trace(
     `time` is the traced one. None where there is none: the formulas' stays.
     """
     gpu = estimate.gpu
-    held = _find_held(traced, gpu.capacity_bytes - gpu.context_bytes)
+    room = gpu.capacity_bytes - gpu.context_bytes
+    reserved = traced.peak_reserved_bytes
+    if traced.smallest_capacity_bytes <= room:  # torch gives cached blocks back where it has to
+        reserved = min(reserved, room)
     components = dict(traced.peak.components)
-    components["allocator_slack"] = held - sum(components.values())
+    components["allocator_slack"] = reserved - sum(components.values())
     components["cuda_context"] = gpu.context_bytes
     memory = GpuMemory(
         peak_phase=traced.peak.stage,
         peak_allocated_bytes=traced.peak_allocated_bytes,
-        peak_reserved_bytes=held + gpu.context_bytes,
+        peak_reserved_bytes=reserved + gpu.context_bytes,
         context_bytes=gpu.context_bytes,
         capacity_bytes=gpu.capacity_bytes,
         components={name: size for name, size in components.items() if size > 0},
@@ -207,14 +191,6 @@ def apply_trace(
     )
 
 
-def _find_held(traced: TracedMemory, room_bytes: int) -> int:
-    """What torch reserves on this card: all of it where it has to give memory back. A job that
-    does not survive there reserves what it would without a limit."""
-    if traced.smallest_capacity_bytes > room_bytes:
-        return traced.peak_reserved_bytes
-    return min(traced.peak_reserved_bytes, room_bytes)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedSearch:
     """A search whose first plans were traced."""
@@ -231,45 +207,50 @@ class TracedSearch:
 def trace_plans(result: SearchResult, trace: Trace, *, num_traced: int) -> TracedSearch:
     """Trace the first plans and order them anew.
 
-    What may recompute layers recomputes no more than it must. What does not fit after all
-    tries narrow slices of the loss, then half its micro-batch, and is lost when that is of no use.
-    What was asked for stays as it is. A plan that cannot be traced keeps its formulas and its place
-    among the others.
+    A plan that may recompute layers recomputes no more than it must. One that does not fit after
+    all tries small loss chunks, then half its micro-batch, and is lost when that does not help.
+    Settings that were asked for stay. A plan that cannot be traced keeps its formulas and its
+    rank among the others. Where none is left, the next ones are traced.
     """
     chosen, rest = result.plans[:num_traced], result.plans[num_traced:]
     settled = _trace_all(chosen, trace, result.fixed)
+    halving = (_halve_micro_batch, ("micro_batch", "grad_accum"))
     for shrink, fields in (
-        (_shrink_loss_chunks, _CHUNK_FIELDS),
-        *[(_halve_micro_batch, _BATCH_FIELDS)] * NUM_HALVINGS,
+        (_shrink_loss_chunks, ("loss_chunk_factor",)),
+        *[halving] * NUM_HALVINGS,
     ):
         if not result.fixed.isdisjoint(fields):
             continue
-        smaller = {place: shrink(one.plan) for place, one in enumerate(settled) if one.is_lost}
-        tried = {place: plan for place, plan in smaller.items() if plan is not None}
-        if not tried:
-            continue
-        for place, one in zip(
-            tried, _trace_all(list(tried.values()), trace, result.fixed), strict=True
-        ):
-            settled[place] = one
+        tried = {
+            index: plan
+            for index, one in enumerate(settled)
+            if one.is_lost and (plan := shrink(one.plan)) is not None
+        }
+        if tried:
+            found = _trace_all(list(tried.values()), trace, result.fixed)
+            for index, one in zip(tried, found, strict=True):
+                settled[index] = one
     fitting = _sort([one for one in settled if not one.is_lost], result.wanted_batch)
     problems = dict.fromkeys(one.found.problem for one in settled if one.found.traced is None)
+    lost = tuple(one.plan for one in settled if one.is_lost)
+    if rest and not fitting:
+        following = trace_plans(replace(result, plans=rest), trace, num_traced=num_traced)
+        return replace(following, lost=(*lost, *following.lost))
     return TracedSearch(
         result=replace(result, plans=(*(one.plan for one in fitting), *rest)),
         traces=tuple(one.found.traced for one in fitting),
-        lost=tuple(one.plan for one in settled if one.is_lost),
+        lost=lost,
         notes=tuple(f"not traced: {problem}" for problem in problems),
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Settled:
+class _Settled(NamedTuple):
     """A plan after its trace."""
 
     plan: Plan
-    found: TraceOutcome
+    found: TraceResponse
     closed: StepTime
-    """What the formulas say of its time."""
+    """Its time by formula."""
 
     @property
     def is_lost(self) -> bool:
@@ -289,21 +270,19 @@ def _sort(settled: Sequence[_Settled], wanted_batch: int | None) -> list[_Settle
         plan, estimate = one.plan, one.plan.estimate
         if not is_timed:
             estimate = estimate.model_copy(update={"time": one.closed})
-        wanted = wanted_batch or plan.effective_batch
-        return rank_estimate(
-            plan.strategy, estimate, overshoot=find_overshoot(plan.strategy, wanted)
-        )
+        overshoot = find_overshoot(plan.strategy, wanted_batch or plan.effective_batch)
+        return rank_estimate(plan.strategy, estimate, overshoot=overshoot)
 
     return sorted(settled, key=rank)
 
 
 def _shrink_loss_chunks(plan: Plan) -> Plan | None:
-    """With the slices that the loss has by default; None where it has them."""
+    """With the default loss chunks; None where it has them already."""
     if plan.strategy.loss_chunk_factor == 1:
         return None
-    narrow = _change(plan, plan.strategy.model_copy(update={"loss_chunk_factor": 1}))
-    why = "small loss chunks: traced, and wide ones do not fit"
-    return narrow.model_copy(update={"why": (*_drop_reasons(plan.why, _CHUNKS_LEVER), why)})
+    smaller = _change(plan, plan.strategy.model_copy(update={"loss_chunk_factor": 1}))
+    why = "small loss chunks: traced, and large ones do not fit"
+    return smaller.model_copy(update={"why": (*_drop_reasons(plan.why, _CHUNKS_LEVER), why)})
 
 
 def _halve_micro_batch(plan: Plan) -> Plan | None:
@@ -316,15 +295,15 @@ def _halve_micro_batch(plan: Plan) -> Plan | None:
     update = {"micro_batch": micro_batch, "grad_accum": -(-per_step // micro_batch)}
     smaller = _change(plan, strategy.model_copy(update=update))
     why = f"micro-batch {micro_batch}, not {strategy.micro_batch}: traced, and that does not fit"
-    # What was made of the wanted batch was said with the old numbers.
+    # The sentence about the wanted batch has the old numbers.
     kept = [line for line in plan.why if "micro-batch" not in line]
     return smaller.model_copy(update={"why": (*kept, why)})
 
 
-def _settle(plan: Plan, found: TraceOutcome) -> _Settled:
+def _settle(plan: Plan, found: TraceResponse) -> _Settled:
     """The plan with what its trace says; as it was where there is none."""
     if found.traced is None:
-        return _Settled(plan=plan, found=found, closed=plan.estimate.time)
+        return _Settled(plan, found, plan.estimate.time)
     plan = _recompute(plan, found.fewest_recomputed)
     closed = plan.estimate.time
     time = None if found.operations is None else time_plan(plan, found.operations)
@@ -335,8 +314,7 @@ def _settle(plan: Plan, found: TraceOutcome) -> _Settled:
         estimate=estimate,
         num_epochs=plan.num_epochs,
     )
-    reported = plan.model_copy(update={"estimate": estimate, "cost": cost})
-    return _Settled(plan=reported, found=found, closed=closed)
+    return _Settled(plan.model_copy(update={"estimate": estimate, "cost": cost}), found, closed)
 
 
 def _recompute(plan: Plan, num_recomputed: int | None) -> Plan:
@@ -359,7 +337,7 @@ def _recompute(plan: Plan, num_recomputed: int | None) -> Plan:
 
 
 def _drop_reasons(why: Sequence[str], *levers: str) -> tuple[str, ...]:
-    """Without what was said of these, which is not so any more."""
+    """Without the sentences about these levers, which are not true any more."""
     return tuple(line for line in why if not line.startswith(tuple(f"{name}:" for name in levers)))
 
 

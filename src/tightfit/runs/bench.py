@@ -7,8 +7,8 @@ from enum import Enum
 from statistics import median
 
 from tightfit.core.frozen import FiniteFrozen
+from tightfit.core.packages import __version__
 from tightfit.core.strategy import Strategy
-from tightfit.core.version import __version__
 from tightfit.planning.plan import Plan
 from tightfit.runs.metrics import Speed, StepRecord, keep_finite, median_of
 from tightfit.runs.report import Comparison, Unit, compare, compare_one
@@ -118,15 +118,13 @@ def compare_trial(
         data_wait_fraction=None,
     )
     time = plan.estimate.time
-    trained = time.tokens_per_second * trained_fraction
+    predicted, reached = (
+        time.tokens_per_second * trained_fraction,
+        measured.trained_tokens_per_second,
+    )
     return (
         *compare(plan, tuple(steps), speed),
-        compare_one(
-            "trained tokens per second",
-            Unit.TOKENS_PER_SECOND,
-            trained,
-            measured.trained_tokens_per_second,
-        ),
+        compare_one("trained tokens per second", Unit.TOKENS_PER_SECOND, predicted, reached),
         compare_one("MFU", Unit.FRACTION, time.mfu_fraction or None, measured.mfu_fraction),
     )
 

@@ -1,27 +1,32 @@
-"""report.json: a run folder read once, what the run did, and how far its prediction was off."""
+"""report.json: what a run did and how far its prediction was off, as numbers and as lines.
+
+Also finds runs: folders with a plan, here or one level further in.
+"""
 
 from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from enum import Enum
+from functools import cached_property
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 from pydantic import ValidationError
 
 from tightfit.core.errors import NotFoundError, UserError
-from tightfit.core.files import write_atomic
+from tightfit.core.files import read_holder, write_atomic
 from tightfit.core.frozen import FiniteFrozen
-from tightfit.core.version import __version__
+from tightfit.core.packages import __version__
+from tightfit.core.text import did_you_mean
+from tightfit.core.units import render_bytes, render_count, render_seconds
+from tightfit.planning.describe import name_method
 from tightfit.planning.plan import Plan
-from tightfit.planning.request import name_method
-from tightfit.runs.environment import Environment, read_environment
 from tightfit.runs.metrics import (
     PLAN_CHANGE,
     EvalRecord,
@@ -34,16 +39,18 @@ from tightfit.runs.metrics import (
     measure_speed,
     read_records,
 )
-from tightfit.runs.run_folder import RunFolder, RunState, RunStatus
+from tightfit.runs.run_folder import Environment, RunFolder, RunState, RunStatus
 
 CLOCK_SLACK_SECONDS = 5.0
 """A process that began this long after the state was written is another one with the same id."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PastRun:
     """One run as it stands."""
 
+    name: str
+    """The folder's; of runs shown together, one that no other has."""
     folder: RunFolder
     plan: Plan
     state: RunState
@@ -55,13 +62,9 @@ class PastRun:
     current_steps: tuple[StepRecord, ...]
     """Those under the plan that is in force now; all of them if it has none yet."""
 
-    @property
-    def name(self) -> str:
-        return self.folder.path.resolve().name
-
-    @property
-    def plan_changes(self) -> tuple[EventRecord, ...]:
-        return tuple(event for event in self.events if is_plan_change(event))
+    @cached_property
+    def report(self) -> RunReport:
+        return report_run(self)
 
 
 def read_run(run: RunFolder) -> PastRun:
@@ -77,10 +80,11 @@ def read_run(run: RunFolder) -> PastRun:
     steps = _last_of_each(records)
     evals = {record.step: record for record in records if isinstance(record, EvalRecord)}
     return PastRun(
+        name=run.path.resolve().name,
         folder=run,
         plan=plan,
         state=probe_state(run),
-        environment=read_environment(run),
+        environment=run.read_environment(),
         steps=steps,
         evals=tuple(evals[step] for step in sorted(evals)),
         events=tuple(record for record in records if isinstance(record, EventRecord)),
@@ -98,7 +102,7 @@ def _last_of_each(records: Sequence[Record]) -> tuple[StepRecord, ...]:
 
 
 def probe_state(run: RunFolder) -> RunState:
-    """What the run last said, and `died` where it says `running` and its process is gone."""
+    """The run's last state, or `died` where the process that runs or starts it is gone."""
     try:
         state = run.read_state()
     except NotFoundError:
@@ -110,22 +114,35 @@ def probe_state(run: RunFolder) -> RunState:
             remedy=error.remedy,
             updated_at=_changed_at(run.state_path),
         )
-    if state.status is not RunStatus.RUNNING or not _is_gone(run, state):
+    what = "process"
+    if state.status is RunStatus.PREPARED:
+        state, what = _add_launcher(run, state), "launcher"
+    if state.status not in (RunStatus.RUNNING, RunStatus.PREPARED) or not _is_gone(run, state):
         return state
     return state.model_copy(
         update={
             "status": RunStatus.DIED,
-            "problem": state.problem or f"Its process {state.pid} is gone.",
+            "problem": state.problem or f"Its {what} {state.pid} is gone.",
             "remedy": state.remedy or "start it again with the same command: it resumes",
         }
     )
 
 
+def _add_launcher(run: RunFolder, state: RunState) -> RunState:
+    """With the launcher that its lock names: a run that only waits for its start has none."""
+    holder = read_holder(run.lock_path)
+    if holder is None:
+        return state
+    return state.model_copy(
+        update={"pid": holder[0], "host": holder[1], "updated_at": _changed_at(run.lock_path)}
+    )
+
+
 def _is_gone(run: RunFolder, state: RunState) -> bool:
-    """Only of a process on this host can that be said."""
+    """Known only of a process on this host."""
     host = state.host
     if host is None:
-        environment = read_environment(run)
+        environment = run.read_environment()
         host = environment.hostname if environment is not None else None
     if state.pid is None or host != socket.gethostname():
         return False
@@ -143,7 +160,7 @@ def _is_gone(run: RunFolder, state: RunState) -> bool:
 
 
 def parse_time(text: str) -> datetime | None:
-    """ISO 8601, also with the `Z` that Python before 3.11 does not read; UTC where none is said."""
+    """ISO 8601, also with the `Z` that Python before 3.11 does not read; UTC by default."""
     try:
         found = datetime.fromisoformat(text.replace("Z", "+00:00"))
     except ValueError:
@@ -165,7 +182,7 @@ SCHEMA_VERSION = 1
 
 
 class Unit(str, Enum):
-    """Of a compared quantity; rendered by `words.py`."""
+    """Of a compared quantity; rendered by `render_quantity`."""
 
     BYTES = "bytes"
     SECONDS = "seconds"
@@ -211,7 +228,7 @@ class RunReport(FiniteFrozen):
     num_params: int
     num_trainable_params: int
     method: str
-    """`lora`, `qlora`, `full`: see `planning.request.name_method`."""
+    """`lora`, `qlora`, `full`: see `planning.describe.name_method`."""
     strategy: str
     """The whole strategy in one line."""
     hardware: str
@@ -253,7 +270,7 @@ class RunReport(FiniteFrozen):
 
 def make_report(run: RunFolder) -> RunReport:
     """From whatever the folder holds by now; touches nothing."""
-    return report_run(read_run(run))
+    return read_run(run).report
 
 
 def write_report(run: RunFolder) -> RunReport:
@@ -282,7 +299,11 @@ def report_run(past: PastRun) -> RunReport:
     first, last = measure_losses(steps)
     epochs = keep_finite(steps[-1].epoch) if steps else None
     seconds = sum(r.seconds for r in steps if isfinite(r.seconds) and r.seconds > 0)
-    before, after = _pick_evals(past.evals)
+    evals = [
+        EvalPoint(step=r.step, loss=keep_finite(r.loss), perplexity=keep_finite(r.perplexity))
+        for r in past.evals
+    ]
+    events = [Event(step=record.step, text=record.text) for record in past.events]
     return RunReport(
         tightfit_version=__version__,
         name=past.name,
@@ -311,15 +332,16 @@ def report_run(past: PastRun) -> RunReport:
         first_loss=first,
         last_loss=last,
         num_nonfinite_losses=sum(not isfinite(record.loss) for record in steps),
-        eval_before=before,
-        eval_after=after,
+        # The one before the first step, and the last one.
+        eval_before=evals[0] if evals and evals[0].step == 0 else None,
+        eval_after=evals[-1] if evals and evals[-1].step > 0 else None,
         peak_gpu_allocated_bytes=_peak(past.current_steps, "gpu_allocated_bytes"),
         peak_gpu_reserved_bytes=_peak(past.current_steps, "gpu_reserved_bytes"),
         peak_host_bytes=_peak(past.current_steps, "host_bytes"),
         num_alloc_retries=max((record.num_alloc_retries for record in steps), default=0),
         compared=compare(plan, past.current_steps, speed),
-        plan_changes=_as_events(past.plan_changes),
-        events=_as_events(event for event in past.events if not is_plan_change(event)),
+        plan_changes=tuple(event for event in events if event.text.startswith(PLAN_CHANGE)),
+        events=tuple(event for event in events if not event.text.startswith(PLAN_CHANGE)),
         disk_bytes=measure_disk(past.folder.path),
     )
 
@@ -340,14 +362,10 @@ def compare(plan: Plan, steps: tuple[StepRecord, ...], speed: Speed) -> tuple[Co
             ("GPU memory, reserved", Unit.BYTES, inside, reserved),
             ("host memory of a node", Unit.BYTES, host.peak_bytes, of_node),
         ]
+    tokens = Unit.TOKENS_PER_SECOND
     pace = [
         ("time per step", Unit.SECONDS, time.seconds_per_step, speed.seconds_per_step),
-        (
-            "tokens per second",
-            Unit.TOKENS_PER_SECOND,
-            time.tokens_per_second,
-            speed.tokens_per_second,
-        ),
+        ("tokens per second", tokens, time.tokens_per_second, speed.tokens_per_second),
     ]
     return tuple(compare_one(*row) for row in (*memory, *pace))
 
@@ -355,17 +373,12 @@ def compare(plan: Plan, steps: tuple[StepRecord, ...], speed: Speed) -> tuple[Co
 def compare_one(
     name: str, unit: Unit, predicted: float | None, measured: float | None
 ) -> Comparison:
+    percent = None
+    if predicted is not None and measured:
+        percent = keep_finite(100.0 * (predicted - measured) / measured)
     return Comparison(
-        name=name,
-        unit=unit,
-        predicted=predicted,
-        measured=measured,
-        error_percent=None if predicted is None else _error_percent(predicted, measured),
+        name=name, unit=unit, predicted=predicted, measured=measured, error_percent=percent
     )
-
-
-def _error_percent(predicted: float, measured: float | None) -> float | None:
-    return keep_finite(100.0 * (predicted - measured) / measured) if measured else None
 
 
 def is_cpu_plan(plan: Plan) -> bool:
@@ -393,25 +406,6 @@ def measure_disk(folder: Path) -> int:
 
 def _peak(steps: tuple[StepRecord, ...], field: str) -> int | None:
     return max((int(getattr(record, field)) for record in steps), default=None) or None
-
-
-def _pick_evals(evals: tuple[EvalRecord, ...]) -> tuple[EvalPoint | None, EvalPoint | None]:
-    """The one before the first step, and the last one."""
-    points = [
-        EvalPoint(
-            step=record.step,
-            loss=keep_finite(record.loss),
-            perplexity=keep_finite(record.perplexity),
-        )
-        for record in evals
-    ]
-    before = points[0] if points and points[0].step == 0 else None
-    after = points[-1] if points and points[-1].step > 0 else None
-    return before, after
-
-
-def _as_events(records: Iterable[EventRecord]) -> tuple[Event, ...]:
-    return tuple(Event(step=record.step, text=record.text) for record in records)
 
 
 # The settings of a run as flat names and values, and what differs between runs.
@@ -462,3 +456,224 @@ def _render(value: Any) -> str:
     if isinstance(value, list):
         return ", ".join(map(_render, value)) or NOT_SET
     return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+# A run's report as labelled lines, the same on the terminal and in the HTML page.
+
+UNKNOWN = "-"
+
+
+class ResultLine(NamedTuple):
+    """One line of a report."""
+
+    label: str
+    value: str
+    meaning: str
+    """For whoever sees the word for the first time."""
+
+
+def list_results(report: RunReport) -> list[ResultLine]:
+    """Every result, in the same order for every run, so that runs can stand side by side."""
+    bad = report.num_nonfinite_losses
+    broken = f" ({bad:,} not finite)" if bad else ""
+    before, after = report.eval_before, report.eval_after
+    what = "process memory" if report.is_cpu else "GPU memory"
+    seconds, size = Unit.SECONDS, Unit.BYTES
+    total = render_quantity(report.total_seconds or None, seconds)
+    speed = render_quantity(report.tokens_per_second, Unit.TOKENS_PER_SECOND)
+    mfu = render_quantity(report.mfu_fraction, Unit.FRACTION)
+    waited = render_quantity(report.data_wait_fraction, Unit.FRACTION)
+    epochs = UNKNOWN if report.num_epochs is None else f"{report.num_epochs:,.2f}"
+    rows = [
+        ("steps", render_progress(report), "times the weights were changed"),
+        ("epochs", epochs, "passes over the training rows"),
+        ("tokens", render_count(report.num_tokens),
+         "pieces of words that were read, padding left out"),
+        ("trained tokens", render_count(report.num_trained_tokens),
+         "those among them that the model learnt to write"),
+        ("train loss, first", _loss(report.first_loss), "mean of the first few steps"),
+        ("train loss, last", _loss(report.last_loss) + broken,
+         "mean of the last few steps; lower is better"),
+        ("eval loss, before", _eval_loss(before),
+         "on rows held back from training, before the first step"),
+        ("eval loss, after", _eval_loss(after), "on the same rows at the end: what counts"),
+        ("perplexity, before", _perplexity(before),
+         "e to the eval loss: how many words it hesitates between"),
+        ("perplexity, after", _perplexity(after), "the same at the end"),
+        ("time", total, "all steps, with what lay between them"),
+        ("time per epoch", render_quantity(report.seconds_per_epoch, seconds),
+         "one pass over the training rows"),
+        ("time per step", render_quantity(report.seconds_per_step, seconds),
+         "median, without warm-up"),
+        ("tokens per second", speed, "over all devices, padding left out"),
+        ("MFU", mfu, "share of the card's peak arithmetic that went into the model"),
+        ("data wait", waited, "share of the time spent waiting for rows; near 0 is well"),
+        (f"{what}, peak", render_quantity(report.peak_gpu_allocated_bytes, size),
+         "most that was allocated at once on rank 0"),
+    ]  # fmt: skip
+    if not report.is_cpu:
+        rows += [
+            (f"{what}, reserved", render_quantity(report.peak_gpu_reserved_bytes, size),
+             "with what the allocator kept for reuse"),
+            ("host memory, peak", render_quantity(report.peak_host_bytes, size),
+             "RAM of rank 0's process"),
+            ("allocator retries", f"{report.num_alloc_retries:,}",
+             "times the card was nearly full and cached memory had to be freed"),
+        ]  # fmt: skip
+    rows += [
+        ("plan changes", f"{len(report.plan_changes):,}",
+         "times it ran out of memory and went on with a smaller plan"),
+        ("disk", render_bytes(report.disk_bytes), "all files of the run folder"),
+    ]  # fmt: skip
+    return [ResultLine(*row) for row in rows]
+
+
+def align_results(reports: Sequence[RunReport]) -> list[tuple[str, ...]]:
+    """Label and one value per run; a run on a CPU has other lines than one on a GPU."""
+    found = [{result.label: result.value for result in list_results(r)} for r in reports]
+    labels = dict.fromkeys(label for values in found for label in values)
+    return [(label, *(values.get(label, UNKNOWN) for values in found)) for label in labels]
+
+
+def render_quantity(value: float | None, unit: Unit) -> str:
+    if value is None:
+        return UNKNOWN
+    if unit is Unit.BYTES:
+        return render_bytes(value)
+    if unit is Unit.SECONDS:
+        return render_short_seconds(value)
+    if unit is Unit.FRACTION:
+        return f"{100 * value:.1f}%"
+    return f"{value:,.0f}" if value >= 100 else f"{value:,.1f}"
+
+
+def render_short_seconds(seconds: float) -> str:
+    """Like `render_seconds`, but a fast step does not read 0.00 s."""
+    return f"{seconds * 1000:,.3g} ms" if seconds < 0.1 else render_seconds(seconds)
+
+
+def render_error(percent: float | None) -> str:
+    """`+3.1%`: predicted 3.1% too much."""
+    return UNKNOWN if percent is None else f"{percent:+.1f}%"
+
+
+def render_progress(report: RunReport) -> str:
+    """`40 of 120`."""
+    return f"{report.step:,} of {report.num_steps:,}" if report.num_steps else f"{report.step:,}"
+
+
+def render_time(text: str) -> str:
+    """`2026-07-01 10:00 UTC`; what is no time, as it is."""
+    found = parse_time(text)
+    return text if found is None else f"{found.astimezone(timezone.utc):%Y-%m-%d %H:%M} UTC"
+
+
+def _loss(value: float | None) -> str:
+    return UNKNOWN if value is None else f"{value:,.4f}"
+
+
+def _eval_loss(point: EvalPoint | None) -> str:
+    if point is None:
+        return UNKNOWN
+    return "not finite" if point.loss is None else _loss(point.loss)
+
+
+def _perplexity(point: EvalPoint | None) -> str:
+    if point is None:
+        return UNKNOWN
+    if point.perplexity is None:
+        return "not finite"
+    return f"{point.perplexity:,.4g}" if point.perplexity < 1000 else render_count(point.perplexity)
+
+
+# Find runs: folders with a plan, here or one level further in.
+
+DEFAULT_FOLDER = Path("runs")
+LIST_COMMAND = "tightfit runs    (lists the runs there are)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundRun:
+    """A run in a list: its report, or why it cannot be read."""
+
+    folder: RunFolder
+    report: RunReport | None
+    error: UserError | None = None
+
+
+def find_runs(folder: Path) -> list[RunFolder]:
+    """The folder's own runs, and those of the folders in it."""
+    found = []
+    for child in _list_folders(folder):
+        inner = [child] if _is_run(child) else list(_list_folders(child))
+        found += [RunFolder(path=path) for path in inner if _is_run(path)]
+    return found
+
+
+def find_run(name: str) -> RunFolder | None:
+    """One run, by path or by its name in `runs/`; None where the word is no single run."""
+    path = _expanded(name)
+    places = (place for place in (path, DEFAULT_FOLDER / path) if _is_run(place))
+    return next((RunFolder(path=place) for place in places), None)
+
+
+def resolve_runs(name: str) -> list[RunFolder]:
+    """What a word means: one run, or the runs in a folder."""
+    single, path = find_run(name), _expanded(name)
+    if single is not None:
+        return [single]
+    if _is_folder(path):
+        found = find_runs(path)
+        if found:
+            return found
+        raise NotFoundError(f"There is no run in {name}.", remedy=LIST_COMMAND)
+    known = [run.path.name for run in find_runs(DEFAULT_FOLDER)]
+    raise NotFoundError(
+        f"There is no run {name}, here or in {DEFAULT_FOLDER}/.{did_you_mean(name, known)}",
+        remedy=LIST_COMMAND,
+    )
+
+
+def read_found_runs(folders: Iterable[RunFolder]) -> list[FoundRun]:
+    """Newest first; one that is broken stays in the list with its error."""
+    found = []
+    for run in {run.path.resolve(): run for run in folders}.values():
+        try:
+            found.append(FoundRun(folder=run, report=read_report(run)))
+        except UserError as error:
+            found.append(FoundRun(folder=run, report=None, error=error))
+    return sorted(found, key=_last_change, reverse=True)
+
+
+def _last_change(found: FoundRun) -> tuple[float, str]:
+    when = parse_time(found.report.updated_at) if found.report is not None else None
+    return (when.timestamp() if when is not None else 0.0, found.folder.path.name)
+
+
+def _list_folders(folder: Path) -> Iterator[Path]:
+    try:
+        children = sorted(folder.iterdir())
+    except (OSError, ValueError):
+        return
+    yield from (child for child in children if _is_folder(child))
+
+
+def _expanded(name: str) -> Path:
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:  # `~somebody` without such a user
+        return Path(name)
+
+
+def _is_run(path: Path) -> bool:
+    try:
+        return RunFolder(path=path).is_run()
+    except (OSError, ValueError):  # a name too long, a folder closed to us, a NUL byte
+        return False
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):
+        return False

@@ -1,33 +1,261 @@
-"""A run, or several side by side, as one HTML file that opens anywhere."""
+"""One run, or several side by side, as charts and as one HTML file that opens anywhere."""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from html import escape
-from pathlib import Path
+from itertools import accumulate
+from math import isfinite
+from typing import Any
 
-from tightfit.core.files import write_atomic
-from tightfit.core.html_page import render_page
-from tightfit.core.units import render_bytes, render_count
-from tightfit.runs.charts import (
-    RunView,
-    describe_capacity,
-    load_run_views,
-    make_loss_chart,
-    make_memory_chart,
-    render_chart,
+from tightfit.core.errors import SetupError
+from tightfit.core.figures import (
+    FIGURE_SCRIPT,
+    FIGURE_STYLE,
+    INK,
+    LIMIT,
+    RUN_COLOURS,
+    SOFT,
+    Hover,
+    HoverSeries,
+    make_figure,
+    render_figure,
+    render_page,
+    render_table,
+    style_axis,
+    write_beside,
+    write_title,
 )
-from tightfit.runs.report import Comparison, Event, RunReport, list_differing, list_settings
-from tightfit.runs.report_words import (
+from tightfit.core.files import write_atomic
+from tightfit.core.units import GIB, MIB, render_bytes, render_count
+from tightfit.runs.metrics import mean
+from tightfit.runs.report import (
     UNKNOWN,
+    Event,
+    PastRun,
+    RunReport,
     align_results,
+    is_cpu_plan,
+    list_differing,
     list_results,
+    list_settings,
+    read_run,
     render_error,
     render_quantity,
     render_time,
 )
 from tightfit.runs.run_folder import RunFolder
+
+# One or several runs as a figure: loss and memory by step, predicted beside measured.
+
+MOST_POINTS = 600
+"""More than a screen has columns for; a run of a million steps still makes a small page."""
+LARGEST_LOSS = 1e9
+"""One that has exploded past this would flatten every other."""
+FAR_ABOVE = 4.0
+"""A capacity this many times the tallest line would flatten all of them: named, not drawn."""
+LONGEST_NAME = 40
+
+Points = Sequence[tuple[float, float]]
+
+
+def load_runs(folders: Iterable[RunFolder]) -> tuple[PastRun, ...]:
+    """Read each run once; a name that occurs twice gets its parent folder in front."""
+    runs = [read_run(folder) for folder in folders]
+    names = Counter(run.name for run in runs)
+    return tuple(
+        run
+        if names[run.name] == 1
+        else replace(run, name=f"{run.folder.path.resolve().parent.name}/{run.name}")
+        for run in runs
+    )
+
+
+def draw_runs(runs: Sequence[PastRun]) -> tuple[Any, list[Hover]]:
+    """The three panels one under another, and the numbers under the pointer."""
+    num_rows = sum(len(run.report.compared) for run in runs)
+    heights = (3.4, 2.8, 0.5 + 0.36 * max(num_rows, 1))
+    figure = make_figure(sum(heights) + 2.2, hspace=0.08)
+    loss, memory, bars = figure.subplots(3, 1, gridspec_kw={"height_ratios": heights})
+    hovers = [_draw_loss(loss, runs), _draw_memory(memory, runs)]
+    _draw_compared(bars, runs)
+    loss.sharex(memory)
+    write_title(figure, describe_runs(runs))
+    return figure, [hover for hover in hovers if hover.heads]
+
+
+def describe_runs(runs: Sequence[PastRun]) -> str:
+    if len(runs) != 1:
+        return f"{len(runs)} runs"
+    report = runs[0].report
+    return f"{runs[0].name}: {report.model}, {report.method} on {report.hardware}"
+
+
+def smooth(points: Points) -> list[tuple[float, float]]:
+    """Mean over about a thirtieth of the run around each step.
+
+    Even-sided at the start, where a loss falls steeply and a lagging mean would stand above it.
+    """
+    half = max(1, len(points) // 60)
+    sums = [0.0, *accumulate(y for _, y in points)]
+    found = []
+    for place, (x, _) in enumerate(points):
+        reach = min(half, place)
+        low, high = place - reach, min(len(points), place + reach + 1)
+        found.append((x, (sums[high] - sums[low]) / (high - low)))
+    return found
+
+
+def thin(
+    points: Points, pick: Callable[[Sequence[float]], float]
+) -> tuple[tuple[float, float], ...]:
+    """At most `MOST_POINTS`, each for a stretch of equally many: its last x and the picked y."""
+    size = -(-len(points) // MOST_POINTS) or 1
+    groups = [points[start : start + size] for start in range(0, len(points), size)]
+    found = ((group[-1][0], pick([y for _, y in group])) for group in groups)
+    return tuple((x, y) for x, y in found if isfinite(y))
+
+
+def _label(run: PastRun, what: str, runs: Sequence[PastRun]) -> str:
+    name = run.name if len(run.name) <= LONGEST_NAME else run.name[: LONGEST_NAME - 3] + "..."
+    return what if len(runs) == 1 else f"{name}: {what}"
+
+
+def _draw_loss(axis: Any, runs: Sequence[PastRun]) -> Hover:
+    series: list[HoverSeries] = []
+
+    def draw(points: Points, label: str, *, is_named: bool = True, **style: Any) -> None:
+        if points:
+            xs, ys = zip(*points, strict=True)
+            axis.plot(xs, ys, label=label if is_named else "", **style)
+            text = [f"{y:.5g}" for y in ys]
+            colour = style["color"]
+            series.append(HoverSeries(label=label, colour=colour, x=xs, text=text))
+
+    for run, colour in zip(runs, RUN_COLOURS, strict=False):
+        steps = run.steps
+        losses = [(float(r.step), r.loss) for r in steps if _is_drawn(r.loss)]
+        evals = [(float(r.step), r.loss) for r in run.evals if _is_drawn(r.loss)]
+        raw = _label(run, "train", runs)
+        draw(thin(losses, mean), raw, is_named=False, color=colour, alpha=0.3, linewidth=0.9)
+        smoothed = _label(run, "train, smoothed", runs)
+        draw(thin(smooth(losses), mean), smoothed, color=colour, linewidth=1.8)
+        draw(
+            thin(evals, mean), _label(run, "eval", runs), color=colour, marker="o", markersize=5,
+            markeredgecolor="white", linestyle=":", linewidth=1.0, zorder=4,
+        )  # fmt: skip
+        broken = [record.step for record in steps if not _is_drawn(record.loss)]
+        if broken:
+            word = "from" if len(broken) > 1 else "at"
+            label = _label(run, f"not finite {word} step {broken[0]:,}", runs)
+            axis.axvline(broken[0], color=LIMIT, linewidth=1.2, linestyle="--", label=label)
+    _finish(
+        axis, "Loss: lower is better; eval is on rows held back from training", is_empty=not series
+    )
+    return _make_hover(axis, series)
+
+
+def _is_drawn(loss: float) -> bool:
+    return abs(loss) < LARGEST_LOSS  # False for NaN too
+
+
+def _draw_memory(axis: Any, runs: Sequence[PastRun]) -> Hover:
+    series: list[HoverSeries] = []
+    levels = []
+    for run in runs:
+        # Of what torch's reserved memory measures: without the CUDA context.
+        gpu, is_cpu = run.plan.estimate.gpu, is_cpu_plan(run.plan)
+        levels.append(gpu.peak_reserved_bytes - (0 if is_cpu else gpu.context_bytes))
+    peaks = [record.gpu_allocated_bytes for run in runs for record in run.steps]
+    tallest = max([*peaks, *levels], default=0)
+    unit, word = (GIB, "GiB") if max(peaks, default=0) >= GIB else (MIB, "MiB")
+    for run, colour, level in zip(runs, RUN_COLOURS, levels, strict=False):
+        is_cpu = is_cpu_plan(run.plan)
+        fields = {"gpu_allocated_bytes": "process memory" if is_cpu else "allocated"}
+        if not is_cpu:
+            fields["gpu_reserved_bytes"] = "reserved"
+        for field, what in fields.items():
+            is_main = field == "gpu_allocated_bytes"
+            points = [(float(r.step), float(getattr(r, field))) for r in run.steps]
+            if not points:
+                continue
+            xs, ys = zip(*thin(points, max), strict=True)
+            label = _label(run, what, runs)
+            axis.plot(
+                xs, [y / unit for y in ys], color=colour, linewidth=1.6 if is_main else 1.0,
+                alpha=1.0 if is_main else 0.6, label=label,
+            )  # fmt: skip
+            text = [render_bytes(y) for y in ys]
+            series.append(HoverSeries(label=label, colour=colour, x=xs, text=text))
+        label = _label(run, f"predicted peak {render_bytes(level)}", runs)
+        axis.axhline(level / unit, color=colour, linestyle="--", linewidth=1.2, label=label)
+    is_cpu = all(is_cpu_plan(run.plan) for run in runs)
+    for capacity in sorted({run.plan.estimate.gpu.capacity_bytes for run in runs}):
+        label = f"{'RAM' if is_cpu else 'card'}: {render_bytes(capacity)}"
+        if capacity <= FAR_ABOVE * tallest:
+            axis.axhline(capacity / unit, color=LIMIT, linewidth=1.4, label=label)
+        else:
+            axis.plot([], [], " ", label=f"{label}, far above")
+    axis.set_ylabel(word, fontsize=9)
+    axis.set_xlabel("step", fontsize=9)
+    axis.set_ylim(0, max(axis.get_ylim()[1], 1.08 * tallest / unit))
+    title = "Memory of the process" if is_cpu else "Memory on the GPU of rank 0"
+    _finish(axis, title, is_empty=not series)
+    return _make_hover(axis, series)
+
+
+def _make_hover(axis: Any, series: Sequence[HoverSeries]) -> Hover:
+    steps = sorted({x for one in series for x in one.x})
+    return Hover(axis=axis, series=series, heads=[(step, f"step {step:,.0f}") for step in steps])
+
+
+def _draw_compared(axis: Any, runs: Sequence[PastRun]) -> None:
+    """Measured as a share of predicted: quantities of different units on one scale."""
+    rows = [
+        (run, colour, found)
+        for run, colour in zip(runs, RUN_COLOURS, strict=False)
+        for found in run.report.compared
+    ]
+    order = list(dict.fromkeys(found.name for _, _, found in rows))
+    rows.sort(key=lambda row: order.index(row[2].name))
+    for place, (_, colour, found) in enumerate(rows):
+        text = f"predicted {render_quantity(found.predicted, found.unit)}"
+        percent = 0.0
+        if found.measured is not None and found.predicted:
+            percent = min(250.0, 100 * found.measured / found.predicted)
+            text = f"measured {render_quantity(found.measured, found.unit)}, {text}"
+            text += f" ({render_error(found.error_percent)})"
+        axis.barh(place, percent, height=0.62, color=colour)
+        write_beside(axis, text, (percent, place))
+    _finish(axis, "Measured, as a share of what was predicted (100% is as predicted)")
+    axis.axvline(100, color=INK, linestyle="--", linewidth=1.2)
+    names = [_label(run, found.name, runs) for run, _, found in rows]
+    axis.set_yticks(range(len(names)), names, fontsize=9)
+    axis.invert_yaxis()
+    axis.set_xlim(0, 330)
+    axis.set_xticks([0, 50, 100, 150, 200, 250], ["0%", "50%", "100%", "150%", "200%", "250%"])
+    axis.grid(visible=False, axis="y")
+
+
+def _finish(axis: Any, title: str, *, is_empty: bool = False) -> None:
+    axis.set_title(title, loc="left", fontsize=10, fontweight="bold", color=INK)
+    style_axis(axis, grid="both")
+    axis.tick_params(labelsize=8, colors=SOFT)
+    if is_empty:
+        axis.text(
+            0.5, 0.5, "no step was finished", transform=axis.transAxes, ha="center", color=SOFT,
+            fontsize=10,
+        )  # fmt: skip
+        axis.set_xticks([])
+    if axis.get_legend_handles_labels()[0]:
+        axis.legend(
+            fontsize=8, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0),
+            borderaxespad=0.3,
+        )  # fmt: skip
+
 
 PAGE_STYLE = """
 h2 { border-top: 1px solid var(--line); padding-top: 1rem; }
@@ -35,135 +263,78 @@ h2 { border-top: 1px solid var(--line); padding-top: 1rem; }
   border: 1px solid var(--line); vertical-align: 3px; margin-left: .4rem; }
 .finished { border-color: #228833; color: #228833; }
 .failed, .died, .out-of-memory { border-color: var(--limit); color: var(--limit); }
+.far { color: var(--limit); }
 .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(15rem, 1fr)); gap: .8rem;
   margin: 1rem 0; }
 .card { border: 1px solid var(--line); border-radius: .5rem; padding: .6rem .8rem; }
 .card b { display: block; font-size: 1.3rem; } .card small { color: var(--soft); }
-.scroll { overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; margin: .5rem 0; }
-th, td { text-align: left; padding: .28rem .9rem .28rem 0; border-bottom: 1px solid var(--line);
-  vertical-align: top; overflow-wrap: anywhere; }
-th { font-weight: 600; } td.number, th.number { text-align: right; white-space: nowrap; }
-td.soft { color: var(--soft); } .far { color: var(--limit); }
-td.bar { width: 30%; } .track { position: relative; height: .9rem; background: var(--line);
-  border-radius: 2px; margin-top: .25rem; } .track i { position: absolute; inset: 0 auto 0 0;
-  border-radius: 2px; } .track u { position: absolute; top: -.2rem; bottom: -.2rem; left: 50%;
-  border-left: 2px dashed var(--ink); }
-ul.legend span { background: var(--c); } ul.legend span.dots { border-radius: 50%; }
-ul.legend span.level, ul.legend span.upright { background: none; width: 1.4em; height: 0;
-  border-top: 2px dashed var(--c); vertical-align: 4px; border-radius: 0; }
-ul.legend span.upright { width: 0; height: 1em; border-top: 0; border-left: 2px dotted var(--c);
-  vertical-align: -2px; }
+td.number, th.number { text-align: right; white-space: nowrap; }
 details { margin: .4rem 0; } summary { cursor: pointer; }
-.chart { position: relative; } polyline { fill: none; stroke-width: 2; stroke-linejoin: round; }
-polyline.faint { stroke-width: 1; opacity: .35; } polyline.dots { stroke-width: 1;
-  stroke-dasharray: 2 4; } circle { stroke: var(--paper); stroke-width: 1.5; }
-line.mark { stroke: var(--limit); stroke-dasharray: 2 3; stroke-width: 1.5; }
-line.cursor { stroke: var(--soft); stroke-width: 1; pointer-events: none; }
-.tip { position: absolute; top: .4rem; pointer-events: none; background: var(--paper);
-  border: 1px solid var(--line); border-radius: .4rem; padding: .3rem .6rem; font-size: .82rem;
-  white-space: nowrap; z-index: 2; }
-.tip span { display: inline-block; width: .7em; height: .7em; border-radius: 2px;
-  margin-right: .35em; }
-@media print { .tip, .cursor { display: none; } }
-"""
-
-PAGE_SCRIPT = """
-for (const chart of document.querySelectorAll('.chart')) {
-  const data = JSON.parse(chart.dataset.chart);
-  const svg = chart.querySelector('svg'), tip = chart.querySelector('.tip');
-  const cursor = chart.querySelector('.cursor');
-  const nearest = (xs, x) => {
-    let low = 0, high = xs.length - 1;
-    while (low < high) { const mid = (low + high) >> 1; if (xs[mid] < x) low = mid + 1;
-      else high = mid; }
-    return low > 0 && x - xs[low - 1] < xs[low] - x ? low - 1 : low;
-  };
-  const hide = () => { tip.hidden = true; cursor.setAttribute('x1', -9);
-    cursor.setAttribute('x2', -9); };
-  svg.addEventListener('pointerleave', hide);
-  svg.addEventListener('pointermove', event => {
-    const box = svg.getBoundingClientRect();
-    const x = (event.clientX - box.left) / box.width * data.width;
-    const found = data.series.map(line => [line, nearest(line.x, x)]);
-    const close = found.reduce((best, item) =>
-      Math.abs(item[0].x[item[1]] - x) < Math.abs(best[0].x[best[1]] - x) ? item : best);
-    const place = close[0].x[close[1]];
-    cursor.setAttribute('x1', place); cursor.setAttribute('x2', place);
-    tip.replaceChildren();
-    const head = document.createElement('b');
-    head.textContent = 'step ' + close[0].step[close[1]].toLocaleString('en');
-    tip.append(head);
-    for (const [line, at] of found) {
-      if (Math.abs(line.x[at] - place) > 8) continue;
-      const row = document.createElement('div'), dot = document.createElement('span');
-      dot.style.background = line.colour;
-      row.append(dot, line.label + ': ' + line.y[at] + (data.unit ? ' ' + data.unit : ''));
-      tip.append(row);
-    }
-    tip.hidden = false;
-    const left = place / data.width * box.width;
-    tip.style.left = (left + tip.offsetWidth + 24 > box.width
-      ? left - tip.offsetWidth - 12 : left + 12) + 'px';
-  });
-}
 """
 
 
-# A run, or several side by side, as one HTML file that opens anywhere.
-
-FAR_OFF_PERCENT = 10.0
-"""An error beyond this is marked."""
-Cells = Sequence[str]
+def write_html(run: RunFolder) -> None:
+    """The report of one run, into its own folder."""
+    write_atomic(run.html_path, render_report(load_runs([run])))
 
 
-def write_html(run: RunFolder, path: Path | None = None) -> None:
-    """The report of one run; into its own folder where no path is given."""
-    write_atomic(path or run.html_path, render_report(load_run_views([run])))
-
-
-def render_report(runs: Sequence[RunView]) -> str:
+def render_report(runs: Sequence[PastRun]) -> str:
     """One run in full; several with their differences first."""
     if len(runs) == 1:
         run = runs[0]
-        body = _head(run) + _cards(run.report) + render_charts(runs) + _one_run(run)
-        return render_page(
-            f"{run.curves.name}: run report", body, style=PAGE_STYLE, script=PAGE_SCRIPT
+        body = _head(run) + _cards(run.report) + _charts(runs) + _one_run(run)
+        return _page(f"{run.name}: run report", body)
+    names = ["", *(run.name for run in runs)]
+    differing = list_differing([run.plan for run in runs])
+    changed = [(name, *values) for name, values in differing.items()]
+    states = ("status", *(run.report.status.value for run in runs))
+    results = [states, *align_results([run.report for run in runs])]
+    title = "Settings that differ"
+    body = (
+        f"<h1>{len(runs)} runs side by side</h1>\n"
+        + (
+            render_table(changed, head=names, title=title)
+            if changed
+            else f"<h2>{title}</h2>\n<p>All settings are the same.</p>\n"
         )
-    body = f"<h1>{len(runs)} runs side by side</h1>\n" + _side_by_side(runs) + render_charts(runs)
+        + render_table(results, head=names, title="Results")
+        + _charts(runs)
+    )
     for run in runs:
         body += _head(run, level=2) + _one_run(run, is_part=True)
-    return render_page(f"{len(runs)} runs", body, style=PAGE_STYLE, script=PAGE_SCRIPT)
+    return _page(f"{len(runs)} runs", body)
 
 
-def render_plots(runs: Sequence[RunView]) -> str:
+def render_plots(runs: Sequence[PastRun]) -> str:
     """The charts alone."""
-    title = runs[0].curves.name if len(runs) == 1 else f"{len(runs)} runs"
-    body = f"<h1>{escape(title)}</h1>\n" + render_charts(runs)
-    body += "".join(_compared(run.report, name=run.curves.name) for run in runs)
-    return render_page(title, body, style=PAGE_STYLE, script=PAGE_SCRIPT)
+    title = describe_runs(runs)
+    return _page(title, f"<h1>{escape(title)}</h1>\n" + _charts(runs))
 
 
-def render_charts(runs: Sequence[RunView]) -> str:
-    curves = [run.curves for run in runs]
+def _page(title: str, body: str) -> str:
+    return render_page(title, body, style=FIGURE_STYLE + PAGE_STYLE, script=FIGURE_SCRIPT)
+
+
+def _charts(runs: Sequence[PastRun]) -> str:
+    try:
+        figure, hovers = draw_runs(runs)
+    except SetupError as error:  # a report without curves is still a report
+        return f"<p>{escape(error.problem)} {escape(error.remedy)}</p>\n"
     return (
-        "<h2>Loss</h2>\n<p>How wrong the model's next word is: lower is better. "
-        "<em>Train</em> is on the rows it learns from, <em>eval</em> on rows held back; where eval "
-        "rises while train falls, it learns by heart. Point at the chart for numbers.</p>\n"
-        f"{render_chart(make_loss_chart(curves))}"
-        "<h2>Memory</h2>\n<p>Most that was held at each step on rank 0, beside what was "
-        f"predicted; {escape(describe_capacity(curves))}.</p>\n"
-        f"{render_chart(make_memory_chart(curves))}"
+        "<h2>Loss, memory and predictions</h2>\n<p>Loss is how wrong the model's next word is: "
+        "lower is better. <em>Train</em> is on the rows it learns from, <em>eval</em> on rows "
+        "held back; where eval rises while train falls, it learns by heart. Point at a curve for "
+        f"numbers.</p>\n{render_figure(figure, hovers, label='Loss and memory by step')}"
     )
 
 
-def _head(run: RunView, *, level: int = 1) -> str:
+def _head(run: PastRun, *, level: int = 1) -> str:
     report = run.report
     state = report.status.value
     trained = f"{render_count(report.num_trainable_params)} of {render_count(report.num_params)}"
     badge = f'<span class="state {state}">{state}</span>'
     text = (
-        f"<h{level}>{escape(run.curves.name)} {badge}</h{level}>\n"
+        f"<h{level}>{escape(run.name)} {badge}</h{level}>\n"
         f"<p>{escape(report.model)}, {escape(report.method)} on {escape(report.hardware)}; "
         f"{trained} parameters trained; last change {escape(render_time(report.updated_at))}</p>\n"
     )
@@ -178,19 +349,15 @@ def _cards(report: RunReport) -> str:
     """What a reader wants first: did it learn, how long, did it fit."""
     values = {result.label: result.value for result in list_results(report)}
     peak = next(label for label in values if label.endswith("memory, peak"))
-
-    def change(what: str, before: str, after: str) -> tuple[str, str]:
-        reported = values[f"{what}, {before}"], values[f"{what}, {after}"]
-        return (what, UNKNOWN if set(reported) == {UNKNOWN} else " → ".join(reported))
-
-    shown = [
-        change("eval loss", "before", "after"),
-        change("perplexity", "before", "after"),
-        change("train loss", "first", "last"),
-        ("time", values["time"]),
-        ("tokens per second", values["tokens per second"]),
-        (peak, values[peak]),
-    ]
+    shown = []
+    for what, before, after in (
+        ("eval loss", "before", "after"),
+        ("perplexity", "before", "after"),
+        ("train loss", "first", "last"),
+    ):
+        ends = values[f"{what}, {before}"], values[f"{what}, {after}"]
+        shown.append((what, UNKNOWN if set(ends) == {UNKNOWN} else " → ".join(ends)))
+    shown += [(label, values[label]) for label in ("time", "tokens per second", peak)]
     cards = "".join(
         f'<div class="card"><small>{escape(label)}</small><b>{escape(value)}</b></div>'
         for label, value in shown
@@ -198,70 +365,41 @@ def _cards(report: RunReport) -> str:
     return f'<div class="cards">{cards}</div>\n'
 
 
-def _one_run(run: RunView, *, is_part: bool = False) -> str:
-    report, plan = run.report, run.past.plan
+def _one_run(run: PastRun, *, is_part: bool = False) -> str:
+    report, plan = run.report, run.plan
+    compared = [
+        (
+            found.name,
+            render_quantity(found.predicted, found.unit),
+            render_quantity(found.measured, found.unit),
+            render_error(found.error_percent),
+        )
+        for found in report.compared
+    ]
     results = [(r.label, r.value, r.meaning) for r in list_results(report)]
-    settings = list(list_settings(plan).items())
     notes = [*plan.warnings, *plan.estimate.assumptions]
     return "".join(
         [
-            _compared(report),
-            "" if is_part else _section("Results", _table(results, soft={2})),
-            _section("The plan, and why", f"<p>{escape(report.strategy)}</p>{_list(plan.why)}"),
-            _folded("What was assumed, and warnings", _list(notes)) if notes else "",
+            render_table(
+                compared,
+                head=("", "predicted", "measured", "error"),
+                title="Predicted beside measured",
+                note="The error is in percent of the measured value: above 0, too much was "
+                "predicted.",
+            ),
+            "" if is_part else render_table(results, title="Results"),
+            f"<h2>The plan, and why</h2>\n<p>{escape(report.strategy)}</p>{_list(plan.why)}\n",
+            _folded("Assumptions and warnings", _list(notes)) if notes else "",
             _events("Changes of plan", report.plan_changes),
             _events("Events", report.events),
-            _folded("Settings", _table(settings)),
+            _folded("Settings", render_table(list_settings(plan).items())),
             _folded("Versions and machine", _environment(run)),
         ]
     )
 
 
-def _compared(report: RunReport, *, name: str | None = None) -> str:
-    rows = "".join(map(_compared_row, report.compared))
-    head = '<th class="number">predicted</th><th class="number">measured</th>'
-    title = "Predicted beside measured" + (f": {name}" if name else "")
-    return _section(
-        title,
-        "<p>The bar is what was measured; the dashed line is the prediction. "
-        "The error is in percent of the measured value: above 0, too much was predicted.</p>"
-        f'<div class="scroll"><table><tr><th></th>{head}<th class="number">error</th><th></th></tr>'
-        f"{rows}</table></div>",
-    )
-
-
-def _compared_row(found: Comparison) -> str:
-    measured, predicted = found.measured, found.predicted
-    share = 0.0 if measured is None or not predicted else min(2.0, measured / predicted)
-    is_far = found.error_percent is not None and abs(found.error_percent) > FAR_OFF_PERCENT
-    colour = "#ee6677" if is_far else "#4477aa"
-    return (
-        f"<tr><td>{escape(found.name)}</td>"
-        f'<td class="number">{render_quantity(predicted, found.unit)}</td>'
-        f'<td class="number">{render_quantity(measured, found.unit)}</td>'
-        f'<td class="number{" far" if is_far else ""}">{render_error(found.error_percent)}</td>'
-        f'<td class="bar"><div class="track"><i style="width:{50 * share:.1f}%;'
-        f'background:{colour}"></i><u></u></div></td></tr>'
-    )
-
-
-def _side_by_side(runs: Sequence[RunView]) -> str:
-    names = [run.curves.name for run in runs]
-    differing = list_differing([run.past.plan for run in runs])
-    rows = align_results([run.report for run in runs])
-    changed = [(name, *values) for name, values in differing.items()]
-    same = "<p>All settings are the same.</p>"
-    return _section("Settings that differ", _table(changed, head=names) if changed else same) + (
-        _section("Results", _table([("status", *_states(runs)), *rows], head=names))
-    )
-
-
-def _states(runs: Sequence[RunView]) -> list[str]:
-    return [run.report.status.value for run in runs]
-
-
-def _environment(run: RunView) -> str:
-    found = run.past.environment
+def _environment(run: PastRun) -> str:
+    found = run.environment
     if found is None:
         return "<p>Not kept by this run.</p>"
     rows = [
@@ -277,11 +415,7 @@ def _environment(run: RunView) -> str:
         ("tightfit", found.tightfit),
         *found.packages.items(),
     ]
-    return _table(rows)
-
-
-def _section(title: str, inside: str) -> str:
-    return f"<h2>{escape(title)}</h2>\n{inside}\n"
+    return render_table(rows)
 
 
 def _folded(title: str, inside: str) -> str:
@@ -294,19 +428,4 @@ def _list(notes: Iterable[str]) -> str:
 
 def _events(title: str, events: Sequence[Event]) -> str:
     rows = [(f"step {event.step:,}", event.text) for event in events]
-    return _section(title, _table(rows)) if rows else ""
-
-
-def _table(rows: Iterable[Cells], *, head: Cells = (), soft: set[int] | None = None) -> str:
-    """First column names, the rest values; columns in `soft` are asides."""
-    lines = []
-    if head:
-        lines.append("<tr><th></th>" + "".join(f"<th>{escape(name)}</th>" for name in head))
-    for row in rows:
-        cells = "".join(
-            f"<td{' class=soft' if place in (soft or ()) else ''}>{escape(cell)}</td>"
-            for place, cell in enumerate(row)
-        )
-        lines.append(f"<tr>{cells}")
-    closed = "".join(f"{line}</tr>" for line in lines)
-    return f'<div class="scroll"><table>{closed}</table></div>'
+    return render_table(rows, title=title) if rows else ""

@@ -1,8 +1,12 @@
-"""RunFolder: the paths of one run, and its plan, state and token folders on disk."""
+"""RunFolder: the paths of one run, and its plan, state, environment and token folders on disk."""
 
 from __future__ import annotations
 
+import platform
+import socket
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timezone
 from enum import Enum
 from pathlib import Path
 from typing import TypeVar
@@ -12,14 +16,20 @@ from pydantic import BaseModel, NonNegativeInt, ValidationError
 from tightfit.core.errors import InvalidInputError, NotFoundError
 from tightfit.core.files import write_atomic
 from tightfit.core.frozen import Frozen
+from tightfit.core.packages import __version__
+from tightfit.hardware.machine import (
+    DriverReading,
+    read_driver,
+    read_machine,
+    read_torch_build,
+    read_version,
+)
 from tightfit.planning.plan import Plan
 
 _Document = TypeVar("_Document", bound=BaseModel)
 
 
 class RunStatus(str, Enum):
-    """Where a run stands."""
-
     PREPARED = "prepared"
     RUNNING = "running"
     FINISHED = "finished"
@@ -29,11 +39,11 @@ class RunStatus(str, Enum):
     """Waiting for a smaller plan; the launcher picks the next one."""
     FAILED = "failed"
     DIED = "died"
-    """Never written: said of a running run whose process is gone; see `past_run.py`."""
+    """Never written: a run that runs, or starts, whose process is gone; see `probe_state`."""
 
 
 class RunState(Frozen):
-    """What the run last said of itself."""
+    """The run's own last state."""
 
     status: RunStatus
     step: NonNegativeInt = 0
@@ -80,6 +90,11 @@ class RunFolder:
     def environment_path(self) -> Path:
         """Versions, machine and command line of the last start."""
         return self.path / "environment.json"
+
+    @property
+    def lock_path(self) -> Path:
+        """Held by the launcher, which it names; emptied when it ends in its own way."""
+        return self.path / "launcher.lock"
 
     @property
     def metrics_path(self) -> Path:
@@ -135,6 +150,16 @@ class RunFolder:
     def write_state(self, state: RunState) -> None:
         write_atomic(self.state_path, state.model_dump_json(indent=2) + "\n")
 
+    def read_environment(self) -> Environment | None:
+        """None where it is missing or another version wrote it: nothing depends on it."""
+        try:
+            return Environment.model_validate_json(self.environment_path.read_bytes())
+        except (OSError, ValidationError):
+            return None
+
+    def write_environment(self, environment: Environment) -> None:
+        write_atomic(self.environment_path, environment.model_dump_json(indent=2) + "\n")
+
     def read_tokens(self) -> TokenFolders:
         return _read(self.tokens_path, TokenFolders)
 
@@ -155,3 +180,87 @@ def _read(path: Path, kind: type[_Document]) -> _Document:
             f"{path} cannot be read as a run's {path.stem}: {str(error).splitlines()[0]}.",
             remedy="bring the file back from a copy, or start over: tightfit train RUN --fresh",
         ) from error
+
+
+# environment.json: versions, machine and command line of a run's last start.
+
+PACKAGES = (
+    "torch",
+    "transformers",
+    "peft",
+    "accelerate",
+    "datasets",
+    "tokenizers",
+    "safetensors",
+    "bitsandbytes",
+    "deepspeed",
+    "liger-kernel",
+    "flash-attn",
+)
+_CPUINFO = Path("/proc/cpuinfo")
+
+
+class Environment(Frozen):
+    """What the run stood on. Read by metadata and NVML; torch is never imported for it."""
+
+    tightfit: str
+    python: str
+    platform: str
+    packages: dict[str, str]
+    """Name to version; what is not installed is not there."""
+    torch_cuda: str | None = None
+    """The CUDA that torch was built for; None where it was built for the CPU."""
+    driver: str | None = None
+    driver_cuda: str | None = None
+    """The newest CUDA that the driver runs."""
+    gpus: tuple[str, ...] = ()
+    hostname: str
+    cpu: str
+    num_cores: NonNegativeInt
+    memory_bytes: NonNegativeInt
+    """RAM, or the container's limit where that is lower."""
+    argv: tuple[str, ...]
+    started_at: str
+    """UTC, ISO 8601."""
+
+
+def probe_environment(
+    argv: Sequence[str], *, read_gpus: Callable[[], DriverReading] = read_driver
+) -> Environment:
+    """Look at this machine, at what is installed, and keep the command line."""
+    machine, driver, build = read_machine(), read_gpus(), read_torch_build()
+    found = {name: read_version(name) for name in PACKAGES}
+    return Environment(
+        tightfit=__version__,
+        python=platform.python_version(),
+        platform=platform.platform(),
+        packages={name: version for name, version in found.items() if version is not None},
+        torch_cuda=_dotted(build.cuda) if build is not None else None,
+        driver=driver.driver_version,
+        driver_cuda=_dotted(driver.cuda_version),
+        gpus=tuple(gpu.name for gpu in driver.gpus),
+        hostname=socket.gethostname(),
+        cpu=_name_cpu(),
+        num_cores=machine.num_usable_cores,
+        memory_bytes=machine.memory_limit_bytes or machine.memory_bytes,
+        # A file name need not be text; JSON must be.
+        argv=tuple(word.encode("utf-8", "backslashreplace").decode() for word in argv),
+        started_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    )
+
+
+def _dotted(version: tuple[int, int] | None) -> str | None:
+    return f"{version[0]}.{version[1]}" if version else None
+
+
+def _name_cpu() -> str:
+    """The model's name where the kernel tells one, else the architecture."""
+    try:
+        text = _CPUINFO.read_text("utf-8", "replace")
+    except OSError:
+        text = ""
+    for line in text.splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "model name" and value.strip():
+            return value.strip()
+    return platform.processor() or platform.machine()

@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError, UsageError
-from tightfit.core.strategy import ALL_LINEAR, Strategy
-from tightfit.core.suggest import did_you_mean
-from tightfit.core.training import Training
-from tightfit.runtime.devices import torch_dtype
-from tightfit.runtime.libraries import silence_libraries
+from tightfit.core.settings import ALL_LINEAR
+from tightfit.core.strategy import Strategy, Training
+from tightfit.core.text import did_you_mean
+from tightfit.runtime.libraries import silence_libraries, torch_dtype
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -27,6 +26,7 @@ def add_adapters(model: PreTrainedModel, strategy: Strategy, training: Training)
     """
     silence_libraries()  # before the import that prints
     from peft import LoraConfig, TaskType, get_peft_model
+    from transformers.pytorch_utils import Conv1D
 
     targets = strategy.lora_targets
     if targets != (ALL_LINEAR,):
@@ -44,7 +44,8 @@ def add_adapters(model: PreTrainedModel, strategy: Strategy, training: Training)
         use_dora=strategy.dora,
         modules_to_save=embedding_names(model) if strategy.train_embeddings else None,
         bias="none",
-        fan_in_fan_out=_has_transposed(model),
+        # GPT-2's Conv1D stores its matrix transposed, unless it was quantized.
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
         **tying,
     )
     # By default peft casts 16-bit adapters to fp32, which the plan does not count.
@@ -53,7 +54,7 @@ def add_adapters(model: PreTrainedModel, strategy: Strategy, training: Training)
     return adapted
 
 
-def load_adapter(model: PreTrainedModel, folder: Path, *, is_trainable: bool = False) -> PeftModel:
+def load_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:
     """The model with the adapter of `folder`, in the dtype it was saved in."""
     silence_libraries()  # before the import that prints
     from peft import PeftModel
@@ -63,7 +64,6 @@ def load_adapter(model: PreTrainedModel, folder: Path, *, is_trainable: bool = F
         adapted: PeftModel = PeftModel.from_pretrained(
             model,
             str(folder),
-            is_trainable=is_trainable,
             autocast_adapter_dtype=False,
             local_files_only=True,
         )
@@ -82,52 +82,33 @@ def save_adapter(model: PeftModel, folder: Path, state: dict[str, Any] | None = 
     vocabulary has grown.
     """
     config: Any = model.peft_config["default"]
+    if state is not None:
+        # Each tied value under all its names, as peft looks them up.
+        first = {id(parameter): name for name, parameter in model.named_parameters()}
+        every = model.named_parameters(remove_duplicate=False)
+        named = {name: first[id(parameter)] for name, parameter in every}
+        state = state | {name: state[known] for name, known in named.items() if known in state}
     model.save_pretrained(
         str(folder),
-        state_dict=None if state is None else _with_tied(model, state),
+        state_dict=state,
         save_embedding_layers=bool(config.modules_to_save),
         safe_serialization=True,
     )
 
 
-def _with_tied(model: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
-    """Each tied value under all its names, as peft looks them up."""
-    first = {id(parameter): name for name, parameter in model.named_parameters()}
-    every = model.named_parameters(remove_duplicate=False)
-    named = {name: first[id(parameter)] for name, parameter in every}
-    return state | {name: state[known] for name, known in named.items() if known in state}
-
-
-def embedding_names(model: PreTrainedModel) -> list[str]:
+def embedding_names(model: Any) -> list[str]:
     """Last name parts of the embeddings and, unless tied, the head."""
-    kept = [model.get_input_embeddings()]
-    head = _head(model)
+    wanted = {id(model.get_input_embeddings())}
+    head = model.get_output_embeddings()
     if head is not None and not _is_tied(model):
-        kept.append(head)
-    wanted = {id(module) for module in kept}
+        wanted.add(id(head))
     names = [name for name, module in model.named_modules() if id(module) in wanted]
     return list(dict.fromkeys(name.rpartition(".")[2] for name in names))
 
 
-def num_trained(model: nn.Module) -> int:
-    """Values that receive a gradient."""
-    return sum(p.numel() for p in model.parameters() if p.requires_grad)
-
-
-def _head(model: Any) -> Any:
-    return model.get_output_embeddings()
-
-
-def _is_tied(model: PreTrainedModel) -> bool:
-    head = _head(model)
-    return head is not None and head.weight is model.get_input_embeddings().weight
-
-
-def _has_transposed(model: nn.Module) -> bool:
-    """GPT-2's Conv1D stores its matrix transposed, unless it was quantized."""
-    from transformers.pytorch_utils import Conv1D
-
-    return any(isinstance(module, Conv1D) for module in model.modules())
+def _is_tied(model: Any) -> bool:
+    head = model.get_output_embeddings()
+    return bool(head is not None and head.weight is model.get_input_embeddings().weight)
 
 
 def _tie_copies(model: PreTrainedModel) -> dict[str, Any]:
@@ -176,7 +157,7 @@ def _check_targets(model: nn.Module, targets: tuple[str, ...]) -> None:
 
 
 def _check_adapter_files(folder: Path) -> None:
-    from tightfit.runtime.model_files import find_safetensors_error
+    from tightfit.runtime.tensor_files import find_weights_error
 
     settings = folder / "adapter_config.json"
     if not settings.is_file():
@@ -191,6 +172,6 @@ def _check_adapter_files(folder: Path) -> None:
             f"{settings} is not JSON: {error}.", remedy="copy the adapter again"
         ) from error
     weights = folder / "adapter_model.safetensors"
-    problem = find_safetensors_error(weights)
+    problem = find_weights_error(weights)
     if problem is not None:
         raise InvalidInputError(f"{weights} {problem}.", remedy="copy the adapter again")

@@ -11,15 +11,18 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from tightfit.core.attention import Attention, AttentionFeature
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError, SetupError, UsageError, first_line
-from tightfit.core.strategy import Attention, Strategy
+from tightfit.core.strategy import Strategy
 from tightfit.models.attention import (
-    FLASH,
     AttentionNeeds,
+    find_attention_problem,
     find_flash_problem,
     find_sdpa_problem,
     find_varlen_problem,
@@ -27,7 +30,6 @@ from tightfit.models.attention import (
 )
 from tightfit.models.families.registry import find_family
 from tightfit.models.family import Family
-from tightfit.models.spec import AttentionFeature
 
 if TYPE_CHECKING:
     import torch
@@ -36,8 +38,6 @@ if TYPE_CHECKING:
 
 
 # Varlen kernels: attention over documents laid end to end
-
-_BOUNDS_ATTRIBUTE = "_tightfit_bounds"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,11 +54,11 @@ class VarlenCall:
     """One attention over documents. Tensors are [tokens, heads, head_dim]."""
 
     bounds: Bounds
-    scale: float | None
-    window: int | None
+    scale: float | None = None
+    window: int | None = None
     """Tokens a query sees, itself included. None: all before it."""
-    softcap: float | None
-    dropout: float
+    softcap: float | None = None
+    dropout: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,38 +82,12 @@ def find_bounds(position_ids: torch.Tensor) -> Bounds:
     """
     import torch
 
-    num_rows, num_columns = position_ids.shape
     starts = torch.ones_like(position_ids, dtype=torch.bool)
     starts[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
     offsets = starts.reshape(-1).nonzero().reshape(-1).to(torch.int32)
-    end = offsets.new_tensor([num_rows * num_columns])
+    end = offsets.new_tensor([position_ids.numel()])
     offsets = torch.cat([offsets, end])
     return Bounds(offsets=offsets, longest=int(offsets.diff().max()))
-
-
-def varlen_inputs(position_ids: torch.Tensor) -> dict[str, Any]:
-    """Keyword arguments for the model's forward, so that no layer has to find the bounds.
-
-    Made where the batch still lies in host memory, they cost the GPU no wait. The
-    names are those of transformers' FlashAttentionKwargs, which the models hand down.
-    """
-    bounds = find_bounds(position_ids)
-    return {
-        "cu_seq_lens_q": bounds.offsets,
-        "cu_seq_lens_k": bounds.offsets,
-        "max_length_q": bounds.longest,
-        "max_length_k": bounds.longest,
-    }
-
-
-def cached_bounds(position_ids: torch.Tensor, num_rows: int) -> Bounds:
-    """`find_bounds`, once per batch: all layers get the same tensor of positions."""
-    known: Bounds | None = getattr(position_ids, _BOUNDS_ATTRIBUTE, None)
-    if known is None or known.offsets.device != position_ids.device:
-        # transformers passes one row of positions if all rows have the same.
-        known = find_bounds(position_ids.expand(num_rows, -1))
-        setattr(position_ids, _BOUNDS_ATTRIBUTE, known)
-    return known
 
 
 def find_varlen_kernel(
@@ -141,7 +115,7 @@ def _find_torch_kernel() -> VarlenKernel | None:
         # torch 2.10 has `is_causal` alone; 2.11 a scale and a window; 2.12 grouped heads.
         has_scale="scale" in known,
         has_grouped_heads="enable_gqa" in known,
-        features=FLASH.features if "window_size" in known else frozenset(),
+        features=Attention.FLASH.record.features if "window_size" in known else frozenset(),
     )
 
 
@@ -151,14 +125,15 @@ def _find_flash_attn() -> VarlenKernel | None:
         from flash_attn import flash_attn_varlen_func
     except ImportError:
         return None
-    has_softcap = "softcap" in inspect.signature(flash_attn_varlen_func).parameters
-    older = FLASH.package_features - {AttentionFeature.SOFTCAP}
+    features = Attention.FLASH.record.package_features
+    if "softcap" not in inspect.signature(flash_attn_varlen_func).parameters:  # older versions
+        features = features - {AttentionFeature.SOFTCAP}
     return VarlenKernel(
         run=flash_attn_varlen_func,
         is_flash_attn=True,
         has_scale=True,
         has_grouped_heads=True,
-        features=FLASH.package_features if has_softcap else older,
+        features=features,
     )
 
 
@@ -185,72 +160,56 @@ def run_varlen_kernel(
     groups = query.shape[1] // key.shape[1]
     if groups > 1 and not kernel.has_grouped_heads:
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
-    bounds = (call.bounds.offsets, call.bounds.offsets, call.bounds.longest, call.bounds.longest)
-    run = _run_flash_attn if kernel.is_flash_attn else _run_torch
-    return run(kernel, (query, key, value, *bounds), call)
-
-
-def _run_torch(kernel: VarlenKernel, inputs: tuple[Any, ...], call: VarlenCall) -> torch.Tensor:
+    # (tokens back, tokens ahead), -1 for no limit; the query itself is not counted.
+    window = (-1 if call.window is None else call.window - 1, 0)
     options: dict[str, Any] = {}
-    if kernel.has_scale:
-        options["scale"] = call.scale
-    elif call.scale is not None:
-        # The kernel divides by sqrt(head_dim); any other scale is applied to the query.
-        query = inputs[0] * (call.scale * inputs[0].shape[-1] ** 0.5)
-        inputs = (query, *inputs[1:])
-    if AttentionFeature.WINDOW in kernel.features:
-        options["window_size"] = _kernel_window(call)
+    if kernel.is_flash_attn:
+        options = {"softmax_scale": call.scale, "causal": True, "window_size": window}
+        options["dropout_p"] = call.dropout
+        if call.softcap is not None:
+            options["softcap"] = call.softcap
     else:
-        options["is_causal"] = True
-    if kernel.has_grouped_heads:
-        options["enable_gqa"] = inputs[0].shape[1] != inputs[1].shape[1]
-    output: torch.Tensor = kernel.run(*inputs, **options)
+        if kernel.has_scale:
+            options["scale"] = call.scale
+        elif call.scale is not None:
+            # The kernel divides by sqrt(head_dim); any other scale is applied to the query.
+            query = query * (call.scale * query.shape[-1] ** 0.5)
+        if AttentionFeature.WINDOW in kernel.features:
+            options["window_size"] = window
+        else:
+            options["is_causal"] = True
+        if kernel.has_grouped_heads:
+            options["enable_gqa"] = groups > 1
+    offsets, longest = call.bounds.offsets, call.bounds.longest
+    output: torch.Tensor = kernel.run(
+        query, key, value, offsets, offsets, longest, longest, **options
+    )
     return output
-
-
-def _run_flash_attn(
-    kernel: VarlenKernel, inputs: tuple[Any, ...], call: VarlenCall
-) -> torch.Tensor:
-    options: dict[str, Any] = {
-        "softmax_scale": call.scale,
-        "causal": True,
-        "window_size": _kernel_window(call),
-        "dropout_p": call.dropout,
-    }
-    if call.softcap is not None:
-        options["softcap"] = call.softcap
-    output: torch.Tensor = kernel.run(*inputs, **options)
-    return output
-
-
-def _kernel_window(call: VarlenCall) -> tuple[int, int]:
-    """(tokens back, tokens ahead), -1 for no limit; the query itself is not counted."""
-    return (-1 if call.window is None else call.window - 1, 0)
 
 
 REPEAT = "tightfit_repeat"
 VARLEN = "tightfit_varlen"
-FLASH_ATTN_2 = "flash_attention_2"
+FLASH_ATTN_2 = Attention.FLASH.implementation_name
 """transformers' own name for the flash-attn package."""
+GROUPED_DECODE = "tightfit_grouped_decode"
+"""SDPA for generation of one token per row."""
 PACKED = "tightfit_packed"
 """Not an implementation: `tightfit_varlen` if the family allows it, else SDPA's block mask."""
 
 
-def choose_attention_name(
-    strategy: Strategy, *, is_packed: bool, has_varlen: bool | None = None
-) -> str:
+def choose_attention_name(strategy: Strategy, *, has_varlen: bool | None = None) -> str:
     """The name of the plan's attention, which `resolve_attention` then fits to the family.
 
     `has_varlen`: whether the GPU has a varlen kernel. None: ask this machine.
     """
-    if strategy.attention is Attention.EAGER:
-        return "eager"
     if strategy.attention is Attention.FLASH:
         # transformers' own flash path separates documents only in batches of one row.
-        return VARLEN if is_packed or not _has_flash_attn() else FLASH_ATTN_2
+        return VARLEN if strategy.packing or not _has_flash_attn() else FLASH_ATTN_2
+    if strategy.attention is not Attention.SDPA:
+        return strategy.attention.implementation_name
     if has_varlen is None:
         has_varlen = _has_varlen_device()
-    if is_packed and strategy.compute is not Dtype.FP32 and has_varlen:
+    if strategy.packing and strategy.compute is not Dtype.FP32 and has_varlen:
         return PACKED
     return REPEAT if strategy.repeat_keys else "sdpa"
 
@@ -275,6 +234,13 @@ def resolve_attention(config: PretrainedConfig, name: str) -> str:
     elif name in (PACKED, VARLEN):
         problem = find_varlen_obstacle(config, find_varlen_kernel(needs.features))
     else:
+        for kind in _list_own():
+            own_problem = find_attention_problem(kind, needs, is_packed=False)
+            if kind.implementation_name == name and own_problem is not None:
+                raise UsageError(
+                    f"{kind.value} attention cannot run {config.model_type}: {own_problem}.",
+                    remedy="--set attention=eager",
+                )
         return name
     if problem is None:
         return name if name == FLASH_ATTN_2 else VARLEN
@@ -285,6 +251,10 @@ def resolve_attention(config: PretrainedConfig, name: str) -> str:
         f"Flash attention cannot run {config.model_type}: {problem}.",
         remedy=f"--set attention={fallback}",
     )
+
+
+def _list_own() -> list[Attention]:
+    return [kind for kind in Attention if kind.record.is_own]
 
 
 def find_varlen_obstacle(config: PretrainedConfig, kernel: VarlenKernel | None) -> str | None:
@@ -325,8 +295,9 @@ def _read_family(config: PretrainedConfig, family: Family) -> Family:
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
 
-    mappings = (MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING)
-    known: Any = mappings[0] if config.is_encoder_decoder else mappings[1]
+    known: Any = MODEL_FOR_CAUSAL_LM_MAPPING
+    if config.is_encoder_decoder:
+        known = MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
     model_class = known.get(type(config), None)
     if model_class is None:
         return family
@@ -374,24 +345,21 @@ def needs_padding_mask(config: PretrainedConfig) -> bool:
 
 
 def register_attention() -> None:
-    """Register both implementations with transformers. Safe to call again."""
+    """Register our implementations with transformers. Safe to call again."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
-    AttentionInterface.register(REPEAT, repeat_attention)
-    AttentionMaskInterface.register(REPEAT, sdpa_mask)
-    AttentionInterface.register(VARLEN, varlen_attention)
-    AttentionMaskInterface.register(VARLEN, _no_mask)
-
-
-class _Ungrouped:
-    """Replaces an attention module whose keys have been repeated already."""
-
-    num_key_value_groups = 1
-
-    def __init__(self, module: nn.Module) -> None:
-        self.is_causal = getattr(module, "is_causal", True)
-        self.layer_idx = getattr(module, "layer_idx", None)
+    implementations: dict[str, Any] = {
+        REPEAT: repeat_attention,
+        VARLEN: varlen_attention,
+        GROUPED_DECODE: grouped_decode_attention,
+    }
+    for kind in _list_own():
+        module, _, function = kind.record.implementation.partition(":")
+        implementations[kind.implementation_name] = getattr(import_module(module), function)
+    for name, attend in implementations.items():
+        AttentionInterface.register(name, attend)
+        AttentionMaskInterface.register(name, _no_mask if name == VARLEN else sdpa_mask)
 
 
 def repeat_attention(
@@ -410,9 +378,14 @@ def repeat_attention(
     from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 
     groups = getattr(module, "num_key_value_groups", 1)
-    stand_in: Any = _Ungrouped(module)
+    # transformers repeats keys itself if the module says that they are grouped.
+    ungrouped: Any = SimpleNamespace(
+        num_key_value_groups=1,
+        is_causal=getattr(module, "is_causal", True),
+        layer_idx=getattr(module, "layer_idx", None),
+    )
     output: tuple[torch.Tensor, None] = sdpa_attention_forward(
-        stand_in,
+        ungrouped,
         query,
         repeat_kv(key, groups),
         repeat_kv(value, groups),
@@ -432,19 +405,23 @@ def varlen_attention(
 ) -> tuple[torch.Tensor, None]:
     """Causal attention inside each document of `[rows, heads, tokens, head_dim]` tensors.
 
-    Bounds come from `cu_seq_lens_q`/`max_length_q` or from restarted `position_ids`.
+    Documents begin where `position_ids` restart.
     Padding at a row's end needs no mask: tokens before it never attend to it.
     """
     import torch
 
     kernel = _check_call(module, query, key, attention_mask, kwargs)
     num_rows, _, num_tokens, head_dim = query.shape
-    target = _kernel_dtype(query, value)
-    flat = [_flatten_rows(x, target) for x in (query, key, value)]
+    # Under autocast its dtype (rotary embeddings return fp32), else the values' own.
+    on = query.device.type
+    dtype = torch.get_autocast_dtype(on) if torch.is_autocast_enabled(on) else value.dtype
+    flat = [  # [rows, heads, tokens, width] to [rows * tokens, heads, width]
+        x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3]).to(dtype) for x in (query, key, value)
+    ]
     if value.shape[-1] != head_dim:  # the kernel requires values as wide as keys
         flat[2] = torch.nn.functional.pad(flat[2], [0, head_dim - value.shape[-1]])
     call = VarlenCall(
-        bounds=_bounds(kwargs, num_rows),
+        bounds=_cached_bounds(kwargs.get("position_ids"), num_rows),
         scale=kwargs.get("scaling"),
         window=kwargs.get("sliding_window"),
         softcap=kwargs.get("softcap"),
@@ -464,25 +441,22 @@ def _check_call(
 ) -> VarlenKernel:
     """The kernel for this call; what it would get silently wrong is refused here."""
     asked = {
-        AttentionFeature.SOFTCAP: kwargs.get("softcap") is not None,
-        AttentionFeature.WINDOW: kwargs.get("sliding_window") is not None,
-        AttentionFeature.DROPOUT: kwargs.get("dropout", 0.0) > 0,
+        AttentionFeature.SOFTCAP: (kwargs.get("softcap") is not None, "capped logits"),
+        AttentionFeature.WINDOW: (kwargs.get("sliding_window") is not None, "a window"),
+        AttentionFeature.DROPOUT: (kwargs.get("dropout", 0.0) > 0, "attention dropout"),
     }
-    features = frozenset(feature for feature, is_asked in asked.items() if is_asked)
+    features = frozenset(feature for feature, (is_asked, _) in asked.items() if is_asked)
     kernel = require_varlen_kernel(features)
-    missing = features - kernel.features
     is_causal = kwargs.get("is_causal")
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    limits = (
+    limits = [
         (attention_mask is not None, "a mask of its own"),
         (query.shape[2] != key.shape[2], "a key-value cache"),
         (not causal, "attention both ways"),
         (kwargs.get("position_bias") is not None, "a position bias"),
         (kwargs.get("s_aux") is not None, "attention sinks"),
-        (AttentionFeature.SOFTCAP in missing, "capped logits"),
-        (AttentionFeature.WINDOW in missing, "a window"),
-        (AttentionFeature.DROPOUT in missing, "attention dropout"),
-    )
+        *((True, asked[feature][1]) for feature in features - kernel.features),
+    ]
     found = next((what for is_limit, what in limits if is_limit), None)
     if found is not None:
         raise UsageError(
@@ -492,33 +466,19 @@ def _check_call(
     return kernel
 
 
-def _flatten_rows(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[rows, heads, tokens, width] to [rows * tokens, heads, width]."""
-    return x.transpose(1, 2).reshape(-1, x.shape[1], x.shape[3]).to(dtype)
-
-
-def _kernel_dtype(query: torch.Tensor, value: torch.Tensor) -> torch.dtype:
-    """autocast's dtype if it is on (rotary embeddings return fp32), else the values' dtype."""
-    import torch
-
-    device_type = query.device.type
-    if torch.is_autocast_enabled(device_type):
-        dtype: torch.dtype = torch.get_autocast_dtype(device_type)
-        return dtype
-    return value.dtype
-
-
-def _bounds(kwargs: dict[str, Any], num_rows: int) -> Bounds:
-    offsets = kwargs.get("cu_seq_lens_q")
-    if offsets is not None:
-        return Bounds(offsets=offsets, longest=int(kwargs["max_length_q"]))
-    position_ids = kwargs.get("position_ids")
+def _cached_bounds(position_ids: torch.Tensor | None, num_rows: int) -> Bounds:
+    """`find_bounds`, once per batch: all layers get the same tensor of positions."""
     if position_ids is None:
         raise UsageError(
             "This model family does not hand positions to its attention.",
             remedy="--set attention=sdpa",
         )
-    return cached_bounds(position_ids, num_rows)
+    known: Bounds | None = getattr(position_ids, "_tightfit_bounds", None)
+    if known is None or known.offsets.device != position_ids.device:
+        # transformers passes one row of positions if all rows have the same.
+        known = find_bounds(position_ids.expand(num_rows, -1))
+        position_ids._tightfit_bounds = known  # type: ignore[attr-defined]
+    return known
 
 
 def _no_mask(*_: Any, attention_mask: torch.Tensor | None = None, **__: Any) -> None:
@@ -547,18 +507,13 @@ def _has_varlen_device() -> bool:
 
 # Attention for inference
 
-GROUPED_DECODE = "tightfit_folded"
 
-
-def choose_inference_attention(folder: Path) -> str:
-    """`sdpa`, or `eager` for a family without SDPA or with a softcap, which SDPA lacks.
-
-    Varlen attention has no key-value cache, so it is never used for inference.
-    """
+def read_model_config(folder: Path) -> PretrainedConfig:
+    """The folder's config, as transformers reads it."""
     from transformers import AutoConfig
 
     try:
-        config: Any = AutoConfig.from_pretrained(
+        config: PretrainedConfig = AutoConfig.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -566,16 +521,16 @@ def choose_inference_attention(folder: Path) -> str:
             f"transformers cannot read {folder / 'config.json'}: {first_line(error)}.",
             remedy="name a model of a family that transformers knows: tightfit models",
         ) from error
+    return config
+
+
+def choose_inference_attention(folder: Path) -> str:
+    """`sdpa`, or `eager` for a family without SDPA or with a softcap, which SDPA lacks.
+
+    Varlen attention has no key-value cache, so it is never used for inference.
+    """
+    config = read_model_config(folder)
     return "sdpa" if find_sdpa_problem(read_needs(config)) is None else "eager"
-
-
-def register_grouped_decode() -> None:
-    """Register it with transformers. Safe to call again."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
-
-    AttentionInterface.register(GROUPED_DECODE, grouped_decode_attention)
-    AttentionMaskInterface.register(GROUPED_DECODE, sdpa_mask)
 
 
 def grouped_decode_attention(
@@ -597,10 +552,7 @@ def grouped_decode_attention(
     num_shared = heads // key.shape[1]
     if num_new != 1 or num_shared == 1 or attention_mask is None:
         attend: Any = sdpa_attention_forward
-        found: tuple[torch.Tensor, None] = attend(
-            module, query, key, value, attention_mask, **options
-        )
-        return found
+        return attend(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
     output = scaled_dot_product_attention(
         query.view(rows, key.shape[1], num_shared, width),
         key,

@@ -6,7 +6,6 @@ wheel can load. ggml itself is not built: its functions are the wheel's.
 
 from __future__ import annotations
 
-import contextlib
 import shutil
 import subprocess
 import sys
@@ -15,7 +14,7 @@ import tempfile
 from pathlib import Path, PurePosixPath
 
 from tightfit.core.errors import SetupError, UserError
-from tightfit.core.files import sync
+from tightfit.core.files import atomic_folder
 from tightfit.runtime.llama_cpp import REMEDY, RpcFolder, has_llama, installed_release, rpc_folder
 
 _LIBRARY_FLAGS = (
@@ -49,12 +48,11 @@ def build_rpc() -> RpcFolder:
             remedy="apt install g++, or your system's package of that name",
         )
     try:
-        folder.path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.path.parent, prefix=".build-") as home:
-            made = RpcFolder(Path(home) / "made")
-            made.path.mkdir()
-            _compile(_fetch_source(Path(home)), made)
-            _put(made, folder)
+        with (
+            atomic_folder(folder.path, is_shared=True) as made,
+            tempfile.TemporaryDirectory(prefix="tightfit-") as home,
+        ):
+            _compile(_fetch_source(Path(home)), RpcFolder(made))
     except OSError as error:
         raise SetupError(
             f"{folder.path} cannot be made: {error.strerror or error}.",
@@ -102,14 +100,6 @@ def _compile(ggml: Path, made: RpcFolder) -> None:
         remedy="a newer compiler: apt install g++",
     )
     shutil.copy2(ggml / "include" / made.header.name, made.header)
-
-
-def _put(made: RpcFolder, folder: RpcFolder) -> None:
-    for part in made.path.iterdir():
-        sync(part)
-    with contextlib.suppress(OSError):  # another process was quicker, with the same
-        made.path.rename(folder.path)
-    sync(folder.path.parent)
 
 
 def _run(command: list[str], *, remedy: str) -> None:

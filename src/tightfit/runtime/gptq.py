@@ -12,13 +12,13 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
 
 from tightfit.core.errors import InvalidInputError
-from tightfit.runtime.attention import choose_inference_attention
+from tightfit.runtime.attention import choose_inference_attention, read_model_config
 from tightfit.runtime.libraries import silence_libraries
 from tightfit.runtime.load import auto_class, check_missing, fill_buffers
 
@@ -29,13 +29,10 @@ _PARTS = ("qweight", "qzeros", "scales", "g_idx")
 _UNSUPPORTED = "quantize the model again: tightfit quantize MODEL --to gptq-4"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GptqConfig:
+class GptqConfig(NamedTuple):
     """The quantization settings in config.json."""
 
     bits: int
-    group_size: int
-    """-1: one group over the whole width."""
     zeros_shift: int
     """Added to a stored zero point: 1, or 0 in `gptq_v2`."""
 
@@ -113,22 +110,13 @@ class GptqLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = packed.in_features, packed.out_features
         self.bits, self.zeros_shift = packed.bits, packed.zeros_shift
-        self.register_buffer("qweight", packed.qweight)
-        self.register_buffer("qzeros", packed.qzeros)
-        self.register_buffer("scales", packed.scales)
-        self.register_buffer("g_idx", packed.g_idx)
+        for name in _PARTS:
+            self.register_buffer(name, getattr(packed, name))
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     def unpack(self, dtype: torch.dtype) -> torch.Tensor:
-        held: Any = self  # buffers, by name
-        packed = PackedMatrix(
-            qweight=held.qweight,
-            qzeros=held.qzeros,
-            scales=held.scales,
-            g_idx=held.g_idx,
-            zeros_shift=self.zeros_shift,
-        )
-        return packed.unpack(dtype)
+        buffers = {name: getattr(self, name) for name in _PARTS}
+        return PackedMatrix(**buffers, zeros_shift=self.zeros_shift).unpack(dtype)
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
         product = values @ self.unpack(values.dtype)
@@ -156,7 +144,7 @@ def read_gptq_config(folder: Path) -> GptqConfig:
         raise InvalidInputError(
             f"{folder} is packed as `{layout}`, which is not read here.", remedy=_UNSUPPORTED
         )
-    return GptqConfig(bits=bits, group_size=size, zeros_shift=1 if layout == "gptq" else 0)
+    return GptqConfig(bits=bits, zeros_shift=1 if layout == "gptq" else 0)
 
 
 def load_gptq(
@@ -169,10 +157,17 @@ def load_gptq(
     """
     silence_libraries()
     settings = read_gptq_config(folder)
-    config = _read_plain_config(folder)
+    config: Any = read_model_config(folder)
+    if hasattr(config, "quantization_config"):  # for which transformers would require packages
+        del config.quantization_config
+    config._attn_implementation = choose_inference_attention(folder)
     keep = device.type == "cuda" if is_packed is None else is_packed
+    with torch.device("meta"):
+        shell = auto_class(config).from_config(
+            config, dtype=dtype, attn_implementation=config._attn_implementation
+        )
     load = _load_packed if keep else _load_dense
-    model: Any = load(folder, config, settings, dtype)
+    model = load(folder, shell, settings, dtype)
     return model.to(device).eval()  # type: ignore[no-any-return]
 
 
@@ -192,45 +187,30 @@ def _read_parts(
         if name not in taken:
             yield name, stream.get_tensor(name)
     for layer in layers:
-        held = {
+        stored = {
             part: homes[f"{layer}.{part}"].get_tensor(f"{layer}.{part}")
             for part in _PARTS
             if f"{layer}.{part}" in homes
         }
-        lost = [part for part in _PARTS[:3] if part not in held]
+        lost = [part for part in _PARTS[:3] if part not in stored]
         if lost:
             raise InvalidInputError(
                 f"{folder} lacks {layer}.{lost[0]}.", remedy="fetch or make the model again"
             )
-        yield (
-            layer,
-            PackedMatrix(
-                qweight=held["qweight"],
-                qzeros=held["qzeros"],
-                scales=held["scales"],
-                g_idx=_useful_index(held.get("g_idx"), held["scales"]),
-                zeros_shift=settings.zeros_shift,
-            ),
-        )
+        # Without act order the groups are consecutive, and need no index.
+        index, num_groups = stored.get("g_idx"), stored["scales"].shape[0]
+        if index is not None:
+            plain = torch.arange(index.numel(), dtype=index.dtype)
+            if not index.numel() or torch.equal(index, plain // -(-index.numel() // num_groups)):
+                index = None
+        yield layer, PackedMatrix(**stored | {"g_idx": index}, zeros_shift=settings.zeros_shift)
 
 
-def _useful_index(index: torch.Tensor | None, scales: torch.Tensor) -> torch.Tensor | None:
-    """None for consecutive groups, as without act order."""
-    if index is None or index.numel() == 0:
-        return None
-    size = -(-index.numel() // scales.shape[0])
-    plain = torch.arange(index.numel(), dtype=index.dtype) // size
-    return None if torch.equal(index, plain) else index
-
-
-def _load_dense(folder: Path, config: Any, settings: GptqConfig, dtype: torch.dtype) -> Any:
+def _load_dense(folder: Path, shell: Any, settings: GptqConfig, dtype: torch.dtype) -> Any:
     """Load with transformers, from a state dict that is dequantized one tensor at a time."""
     from transformers.pytorch_utils import Conv1D
 
-    with torch.device("meta"):
-        shell = auto_class(config).from_config(
-            config, dtype=dtype, attn_implementation=config._attn_implementation
-        )
+    config = shell.config
     transposed = {name for name, part in shell.named_modules() if isinstance(part, Conv1D)}
     state: dict[str, torch.Tensor] = {}
     for name, part in _read_parts(folder, settings):
@@ -251,12 +231,8 @@ def _load_dense(folder: Path, config: Any, settings: GptqConfig, dtype: torch.dt
     return model
 
 
-def _load_packed(folder: Path, config: Any, settings: GptqConfig, dtype: torch.dtype) -> Any:
-    """Build the family's model with GptqLinear in place of its linear layers."""
-    with torch.device("meta"):
-        model = auto_class(config).from_config(
-            config, dtype=dtype, attn_implementation=config._attn_implementation
-        )
+def _load_packed(folder: Path, model: Any, settings: GptqConfig, dtype: torch.dtype) -> Any:
+    """Fill the model, with GptqLinear in place of its linear layers."""
     state: dict[str, torch.Tensor] = {}
     packed: dict[str, PackedMatrix] = {}
     for name, part in _read_parts(folder, settings):
@@ -268,7 +244,7 @@ def _load_packed(folder: Path, config: Any, settings: GptqConfig, dtype: torch.d
     strange = [name for name in packed if name not in known]
     if strange:
         raise InvalidInputError(
-            f"{folder} holds {strange[0]}, which a {config.model_type} model does not have.",
+            f"{folder} holds {strange[0]}, which a {model.config.model_type} model does not have.",
             remedy="load it on the CPU (--device cpu), where its matrices are unpacked",
         )
     for name, part in packed.items():
@@ -278,18 +254,6 @@ def _load_packed(folder: Path, config: Any, settings: GptqConfig, dtype: torch.d
     fill_buffers(model, torch.device("cpu"))
     check_missing(folder, [name for name, value in model.named_parameters() if value.is_meta])
     return model
-
-
-def _read_plain_config(folder: Path) -> Any:
-    """The model's config without its quantization settings, for which transformers would require
-    packages."""
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    config._attn_implementation = choose_inference_attention(folder)
-    return config
 
 
 def _read_stated(folder: Path) -> dict[str, Any]:

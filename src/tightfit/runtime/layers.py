@@ -1,4 +1,4 @@
-"""A model's transformer blocks, and replacements of their layers: dequantized ones, Liger's."""
+"""A model's transformer blocks, and plain layers in place of quantized ones."""
 
 from __future__ import annotations
 
@@ -7,11 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from tightfit.core.errors import SetupError, UsageError
-from tightfit.models.families.registry import find_family
-
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    pass
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -27,13 +24,11 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     ]
     if not blocks:
         lists = [list(m) for m in model.modules() if isinstance(m, nn.ModuleList) and len(m)]
-        blocks = max(lists, key=_count_parameters, default=[])
+        blocks = max(
+            lists, key=lambda ms: sum(p.numel() for m in ms for p in m.parameters()), default=[]
+        )
     inner = {id(child) for block in blocks for child in block.modules() if child is not block}
     return [block for block in blocks if id(block) not in inner]
-
-
-def _count_parameters(modules: list[nn.Module]) -> int:
-    return sum(p.numel() for module in modules for p in module.parameters())
 
 
 # Dequantized base: plain layers with the values that every step would dequantize again
@@ -87,22 +82,19 @@ def mark_dequantized(module: nn.Module) -> None:
 def _make_dequantized(packed: Any, *, is_deferred: bool) -> nn.Linear:
     with torch.device("meta"):  # its weight is set below
         plain: Any = nn.Linear(packed.in_features, packed.out_features, bias=False)
-    values = _placeholder(packed) if is_deferred else _dequantize(packed)
-    plain.weight = nn.Parameter(values, requires_grad=False)
     if is_deferred:
-        vars(plain)[_QUANTIZED_LAYER] = (
-            packed  # in vars, not a submodule: it must not be listed or saved
-        )
+        # One value expanded to the matrix's shape: adapters take device and dtype from it.
+        value = torch.zeros(1, dtype=packed.compute_dtype, device=packed.weight.device)
+        values = value.expand(packed.out_features, packed.in_features)
+        # In vars, not a submodule: it must not be listed or saved.
+        vars(plain)[_QUANTIZED_LAYER] = packed
+    else:
+        values = _dequantize(packed)
+    plain.weight = nn.Parameter(values, requires_grad=False)
     plain.bias = packed.bias
     mark_dequantized(plain)
     layer: nn.Linear = plain.train(packed.training)
     return layer
-
-
-def _placeholder(packed: Any) -> Tensor:
-    """One value expanded to the matrix's shape: adapters take device and dtype from it."""
-    value = torch.zeros(1, dtype=packed.compute_dtype, device=packed.weight.device)
-    return value.expand(packed.out_features, packed.in_features)
 
 
 def _dequantize(packed: Any) -> Tensor:
@@ -113,41 +105,3 @@ def _dequantize(packed: Any) -> Tensor:
     values: Tensor = dequantize(packed.weight.data, packed.weight.quant_state)
     packed.weight.module = None  # a reference cycle: codes would stay until garbage collection
     return values.to(packed.compute_dtype)
-
-
-# Fused kernels
-
-
-def check_liger(config: PretrainedConfig) -> None:
-    """Raise where Liger has nothing for the family."""
-    kind = config.get_text_config().model_type
-    if not find_family(kind).has_liger:
-        raise UsageError(
-            f"Liger has no fused kernels for {kind}.", remedy="--set fused_kernels=false"
-        )
-
-
-def apply_fused_kernels(model: PreTrainedModel) -> None:
-    """Liger's fused norm, rotary embedding and gated MLP, and our norm kernel; not the loss.
-
-    Call before adapters are attached. Liger patches rotary embeddings in the family's module, norms
-    and MLPs in this instance only.
-    """
-    check_liger(model.config)
-    try:
-        from liger_kernel.transformers import monkey_patch
-    except ImportError as error:
-        raise SetupError(
-            "The plan's fused kernels need liger-kernel, which cannot be imported here.",
-            remedy="pip install liger-kernel, or --set fused_kernels=false",
-        ) from error
-    if model.config.model_type not in monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN:
-        raise SetupError(
-            f"The installed liger-kernel has no kernels for {model.config.model_type}.",
-            remedy="pip install -U liger-kernel, or --set fused_kernels=false",
-        )
-    apply: Any = monkey_patch._apply_liger_kernel_to_instance
-    apply(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
-    from tightfit.runtime.kernels.norm_triton import use_triton_norms
-
-    use_triton_norms(model)

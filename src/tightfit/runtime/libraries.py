@@ -1,7 +1,10 @@
-"""Import third-party libraries quickly, and keep them quiet and offline."""
+"""torch and the libraries around it: imported quickly, quiet and offline; devices, dtypes and
+out-of-memory errors.
+"""
 
 from __future__ import annotations
 
+import errno
 import gc
 import logging
 import os
@@ -9,10 +12,15 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from tightfit.core.dtypes import Dtype
+from tightfit.core.errors import SetupError
 from tightfit.core.strategy import Strategy
-from tightfit.planning.requirements import BITSANDBYTES
+from tightfit.planning.plan import BITSANDBYTES
+
+if TYPE_CHECKING:
+    import torch
 
 
 def silence_libraries() -> None:
@@ -58,3 +66,61 @@ def fast_imports(strategies: Sequence[Strategy]) -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+# torch's devices and dtypes, and recognizing out-of-memory errors.
+
+_OUT_OF_MEMORY_WORDS = (
+    "out of memory",  # CUDA, NCCL, and the driver below them
+    "can't allocate memory",  # torch's CPU allocator
+    "not enough memory",
+    "cannot allocate memory",
+    "cublas_status_alloc_failed",
+    "cudnn_status_alloc_failed",
+    "bad_alloc",
+    "could not create a primitive",  # oneDNN, when its scratch memory is refused
+)
+
+
+def torch_dtype(dtype: Dtype) -> torch.dtype:
+    """torch's dtype of an unquantized format. Quantized ones have none: see `load.py`."""
+    import torch
+
+    known = {Dtype.FP32: torch.float32, Dtype.BF16: torch.bfloat16, Dtype.FP16: torch.float16}
+    if dtype not in known:
+        raise ValueError(f"{dtype.value} values are quantized and have no torch dtype")
+    return known[dtype]
+
+
+def local_device(rank: int, *, is_cpu: bool = False) -> torch.device:
+    """The device of the `rank`-th process of this machine: its GPU, or the CPU without any."""
+    import torch
+
+    if is_cpu or not torch.cuda.is_available():
+        return torch.device("cpu")
+    num_gpus = torch.cuda.device_count()
+    if rank >= num_gpus:
+        raise SetupError(
+            f"Process {rank} of this machine needs a GPU of its own, and {num_gpus} can be seen.",
+            remedy="check CUDA_VISIBLE_DEVICES, or plan for fewer GPUs: tightfit hardware",
+        )
+    return torch.device("cuda", rank)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether GPU or host memory ran out, anywhere in the chain of causes."""
+    import torch
+
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        seen.add(id(link))
+        text = str(link).lower() if isinstance(link, RuntimeError) else ""
+        if (
+            isinstance(link, (MemoryError, torch.cuda.OutOfMemoryError))
+            or (isinstance(link, OSError) and link.errno == errno.ENOMEM)
+            or any(words in text for words in _OUT_OF_MEMORY_WORDS)
+        ):
+            return True
+        link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
+    return False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.metadata
 import importlib.util
 import re
 from collections.abc import Sequence
@@ -105,7 +104,9 @@ class RpcFolder:
 
 def installed_release() -> str:
     """The wheel's release: a library of another one would read other structures."""
-    return importlib.metadata.version("xllamacpp")
+    from importlib import metadata  # slow to import, and `--help` imports this module
+
+    return metadata.version("xllamacpp")
 
 
 def rpc_folder() -> RpcFolder:
@@ -122,28 +123,26 @@ def read_protocol(header: Path) -> Protocol:
 def load_rpc() -> Protocol | None:
     """Give the loaded llama.cpp its RPC backend; the protocol where it is known.
 
-    A build that has the backend in itself needs no library, and does not tell its protocol.
+    A build that has the backend in itself needs no library, and does not state its protocol.
     """
-    library = load_library()
-    if supports_rpc():
-        return _known_protocol()
-    folder = rpc_folder()
-    if not folder.library.is_file():
-        raise SetupError(
-            "llama.cpp's RPC backend, which --hosts needs, is not in the xllamacpp wheel and was "
-            "not built here yet.",
-            remedy=HOW_TO_BUILD,
-        )
-    # The backend takes ggml's functions from the wheel, which Python loaded for itself alone.
-    ctypes.CDLL(library._name, mode=ctypes.RTLD_GLOBAL)
-    library.ggml_backend_load.restype = ctypes.c_void_p
-    library.ggml_backend_load.argtypes = [ctypes.c_char_p]
-    if not library.ggml_backend_load(str(folder.library).encode()):
-        raise SetupError(
-            f"llama.cpp cannot load {folder.library}.",
-            remedy=f"rm -r {folder.path}; {HOW_TO_BUILD}",
-        )
-    return _known_protocol()
+    library, folder = load_library(), rpc_folder()
+    if not supports_rpc():
+        if not folder.library.is_file():
+            raise SetupError(
+                "llama.cpp's RPC backend, which --hosts needs, is not in the xllamacpp wheel and "
+                "was not built here yet.",
+                remedy=HOW_TO_BUILD,
+            )
+        # The backend takes ggml's functions from the wheel, which Python loaded for itself alone.
+        ctypes.CDLL(library._name, mode=ctypes.RTLD_GLOBAL)
+        library.ggml_backend_load.restype = ctypes.c_void_p
+        library.ggml_backend_load.argtypes = [ctypes.c_char_p]
+        if not library.ggml_backend_load(str(folder.library).encode()):
+            raise SetupError(
+                f"llama.cpp cannot load {folder.library}.",
+                remedy=f"rm -r {folder.path}; {HOW_TO_BUILD}",
+            )
+    return read_protocol(folder.header) if folder.header.is_file() else None
 
 
 def find_rpc_function(name: str) -> int:
@@ -161,11 +160,6 @@ def find_rpc_function(name: str) -> int:
             f"The installed llama.cpp has an RPC backend without `{name}`.", remedy=HOW_TO_BUILD
         )
     return int(found)
-
-
-def _known_protocol() -> Protocol | None:
-    header = rpc_folder().header
-    return read_protocol(header) if header.is_file() else None
 
 
 # A GGUF file's scores and tokenizer through llama.h: what the HTTP-shaped server does not give.
@@ -305,15 +299,7 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         "llama_get_logits": (ctypes.POINTER(ctypes.c_float), [pointer]),
         "llama_tokenize": (
             number,
-            [
-                pointer,
-                ctypes.c_char_p,
-                number,
-                ctypes.POINTER(number),
-                number,
-                flag,
-                flag,
-            ],
+            [pointer, ctypes.c_char_p, number, ctypes.POINTER(number), number, flag, flag],
         ),
     }
     for name, (result, arguments) in signatures.items():

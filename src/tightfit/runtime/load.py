@@ -1,141 +1,142 @@
-"""Load a base model as its plan says: from files or with random weights, quantized on the way, on
-the wanted device.
+"""Load a base model as a Strategy says, or an artefact for inference: from files or with random
+weights, quantized on the way, on the wanted device.
 """
 
 from __future__ import annotations
 
 import pickle
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tightfit.core.dtypes import Dtype
-from tightfit.core.errors import InvalidInputError, SetupError, UsageError, UserError, first_line
+from tightfit.core.errors import (
+    InvalidInputError,
+    SetupError,
+    UsageError,
+    UserError,
+    first_line,
+)
+from tightfit.core.settings import Sharding
 from tightfit.core.strategy import Strategy
-from tightfit.runtime.attention import choose_attention_name, register_attention, resolve_attention
-from tightfit.runtime.devices import is_out_of_memory, torch_dtype
-from tightfit.runtime.libraries import silence_libraries
+from tightfit.runtime.attention import (
+    choose_attention_name,
+    read_model_config,
+    register_attention,
+    resolve_attention,
+)
+from tightfit.runtime.libraries import is_out_of_memory, silence_libraries, torch_dtype
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
     from transformers import PretrainedConfig, PreTrainedModel
 
+
 _QUANTIZED = (Dtype.NF4, Dtype.INT8)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadRequest:
-    """How to hold a base model in memory."""
-
-    weights: Dtype
-    compute: Dtype
-    """Compute dtype of quantized weights, and the dtype of what is not quantized."""
-    double_quant: bool = True
-    attention: str = "sdpa"
-    """A name that transformers has, or one of `attention.py`."""
-    upcast_unquantized: bool = False
-    random_weights: bool = False
-    quant_storage: Dtype | None = None
-    """Storage dtype of nf4 codes, for sharding together with values of that dtype. None: uint8."""
-
-    @classmethod
-    def from_strategy(
-        cls, strategy: Strategy, *, is_packed: bool, random_weights: bool = False
-    ) -> LoadRequest:
-        return cls(
-            weights=strategy.weights,
-            compute=strategy.compute,
-            double_quant=strategy.double_quant,
-            attention=choose_attention_name(strategy, is_packed=is_packed),
-            upcast_unquantized=strategy.upcast_unquantized,
-            random_weights=random_weights,
-        )
-
-    @property
-    def plain_dtype(self) -> torch.dtype:
-        """The dtype of every value that is not quantized."""
-        return torch_dtype(self.compute if self.weights.is_quantized else self.weights)
+def plain_dtype(strategy: Strategy) -> torch.dtype:
+    """The dtype of every value that is not quantized."""
+    return torch_dtype(strategy.compute if strategy.weights.is_quantized else strategy.weights)
 
 
-def load_base(folder: Path, request: LoadRequest, device: torch.device) -> PreTrainedModel:
+def load_base(
+    folder: Path,
+    strategy: Strategy,
+    device: torch.device,
+    *,
+    random_weights: bool = False,
+    attention: str | None = None,
+) -> PreTrainedModel:
     """The base model on `device`, in training mode, without a key-value cache.
 
     Weights go from the file to the device tensor by tensor and are quantized on the way, so there
-    is never a second whole copy. Reads local files only.
+    is never a second whole copy. Reads local files only. `attention`: as in `read_config`.
     """
     silence_libraries()
     register_attention()
-    config = read_config(folder, request)
-    _check_quantization(folder, config, request)
-    if request.random_weights:
-        model = make_random_model(config, request, device)
+    config = read_config(folder, strategy, attention=attention)
+    stored = getattr(config, "quantization_config", None)
+    if stored is not None and not random_weights:
+        method = stored.get("quant_method") if isinstance(stored, dict) else stored.quant_method
+        raise InvalidInputError(
+            f"{folder} is already quantized ({getattr(method, 'value', method)}), and training "
+            "quantizes the original weights itself.",
+            remedy="name the model it was made from",
+        )
+    weights = strategy.weights
+    if weights.is_quantized and weights not in _QUANTIZED:
+        raise UsageError(
+            f"{weights.value} weights cannot be loaded for training.",
+            remedy="--set weights=nf4, or int8, bf16, fp16, fp32",
+        )
+    if weights.is_quantized:
+        require_bitsandbytes(f"{weights.value} weights need bitsandbytes")
+    if random_weights:
+        model = make_random_model(config, strategy, device)
     else:
-        model = read_model(folder, config, request, device_map={"": device})
-    if request.weights is Dtype.NF4:
+        model = read_model(folder, config, strategy, device_map={"": device})
+    if weights is Dtype.NF4:
         check_dequantization(model, device)
-    return _finish_load(model, request)
+    return _finish_load(model, strategy)
 
 
-def load_meta(folder: Path, request: LoadRequest) -> PreTrainedModel:
+def load_meta(folder: Path, strategy: Strategy, *, attention: str | None = None) -> PreTrainedModel:
     """The same model without values: every tensor on the meta device, none quantized."""
     import torch
 
     silence_libraries()
     register_attention()
-    config = read_config(folder, request)
+    config = read_config(folder, strategy, attention=attention)
     with torch.device("meta"):
-        model = build_model(config, request)
-    return _finish_load(model, request)
+        model = build_model(config, strategy)
+    return _finish_load(model, strategy)
 
 
-def read_config(folder: Path, request: LoadRequest) -> PretrainedConfig:
-    """The model's config, with the attention that both the plan and the family allow."""
-    from transformers import AutoConfig
+def read_config(
+    folder: Path, strategy: Strategy, *, attention: str | None = None
+) -> PretrainedConfig:
+    """The model's config, with the attention that both the plan and the family allow.
 
-    try:
-        config: PretrainedConfig = AutoConfig.from_pretrained(
-            str(folder), local_files_only=True, trust_remote_code=False
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InvalidInputError(
-            f"transformers cannot read {folder / 'config.json'}: {first_line(error)}.",
-            remedy="name a model of a family that transformers knows: tightfit models",
-        ) from error
+    `attention`: transformers' name of another implementation than the strategy's.
+    """
+    config = read_model_config(folder)
     config.use_cache = False
-    config._attn_implementation = resolve_attention(config, request.attention)
+    name = attention or choose_attention_name(strategy)
+    config._attn_implementation = resolve_attention(config, name)
     return config
 
 
-def build_model(config: PretrainedConfig, request: LoadRequest) -> PreTrainedModel:
+def build_model(config: PretrainedConfig, strategy: Strategy) -> PreTrainedModel:
     """The family's model on the current default device, not quantized."""
     auto = auto_class(config)
     model: PreTrainedModel = auto.from_config(
         config,
-        dtype=request.plain_dtype,
+        dtype=plain_dtype(strategy),
         attn_implementation=config._attn_implementation,
         trust_remote_code=False,
     )
     return model
 
 
-def bitsandbytes_config(request: LoadRequest) -> Any:
+def bitsandbytes_config(strategy: Strategy) -> Any:
     """transformers' BitsAndBytesConfig; None if the weights are not quantized."""
-    if request.weights not in _QUANTIZED:
+    if strategy.weights not in _QUANTIZED:
         return None
     import torch
     from transformers import BitsAndBytesConfig
 
     make: Any = BitsAndBytesConfig  # not annotated
-    if request.weights is Dtype.INT8:
+    if strategy.weights is Dtype.INT8:
         return make(load_in_8bit=True)
-    storage = request.quant_storage
+    compute = torch_dtype(strategy.compute)
     return make(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=request.double_quant,
-        bnb_4bit_compute_dtype=torch_dtype(request.compute),
-        bnb_4bit_quant_storage=torch.uint8 if storage is None else torch_dtype(storage),
+        bnb_4bit_use_double_quant=strategy.double_quant,
+        bnb_4bit_compute_dtype=compute,
+        # ZeRO-3 gathers all parameters in one dtype, codes included.
+        bnb_4bit_quant_storage=compute if strategy.sharding is Sharding.ZERO3 else torch.uint8,
     )
 
 
@@ -147,20 +148,20 @@ def auto_class(config: PretrainedConfig) -> Any:
 
 
 def read_model(
-    folder: Path, config: PretrainedConfig, request: LoadRequest, **options: Any
+    folder: Path, config: PretrainedConfig, strategy: Strategy, **options: Any
 ) -> PreTrainedModel:
     """`from_pretrained` with local files and without remote code; `options` are added to it.
 
     Raises a UserError for unreadable files and missing tensors; out of memory is passed on.
     """
-    quantization = bitsandbytes_config(request)
+    quantization = bitsandbytes_config(strategy)
     if quantization is not None:
         options["quantization_config"] = quantization
     try:
         model, info = auto_class(config).from_pretrained(
             str(folder),
             config=config,
-            dtype=request.plain_dtype,
+            dtype=plain_dtype(strategy),
             attn_implementation=config._attn_implementation,
             local_files_only=True,
             trust_remote_code=False,
@@ -207,38 +208,29 @@ def _unreadable(folder: Path, error: Exception) -> UserError:
     )
 
 
-def _check_quantization(folder: Path, config: PretrainedConfig, request: LoadRequest) -> None:
-    stored = getattr(config, "quantization_config", None)
-    if stored is not None and not request.random_weights:
-        method = stored.get("quant_method") if isinstance(stored, dict) else stored.quant_method
-        raise InvalidInputError(
-            f"{folder} is already quantized ({getattr(method, 'value', method)}), and training "
-            "quantizes the original weights itself.",
-            remedy="name the model it was made from",
-        )
-    if not request.weights.is_quantized:
-        return
-    if request.weights not in _QUANTIZED:
-        raise UsageError(
-            f"{request.weights.value} weights cannot be loaded for training.",
-            remedy="--set weights=nf4, or int8, bf16, fp16, fp32",
-        )
+def require_bitsandbytes(problem: str) -> None:
+    """Raise if it cannot be imported; `problem` says what needs it."""
     try:
         import bitsandbytes  # noqa: F401
     except ImportError as error:
         raise SetupError(
-            f"{request.weights.value} weights need bitsandbytes, which cannot be imported: "
-            f"{first_line(error)}.",
+            f"{problem}, which cannot be imported: {first_line(error)}.",
             remedy="pip install bitsandbytes",
         ) from error
 
 
-def _finish_load(model: PreTrainedModel, request: LoadRequest) -> PreTrainedModel:
+def _finish_load(model: PreTrainedModel, strategy: Strategy) -> PreTrainedModel:
+    import torch
+
     model.config.use_cache = False
-    if request.weights is Dtype.NF4:
+    if strategy.weights is Dtype.NF4:
         disable_cpu_repacking(model)
-    if request.weights.is_quantized and request.upcast_unquantized:
-        _upcast(model)
+    if strategy.weights.is_quantized and strategy.upcast_unquantized:
+        # Norms, embeddings and head in fp32, as in peft's `prepare_model_for_kbit_training`.
+        for parameter in model.parameters():
+            is_packed = type(parameter).__name__ in ("Params4bit", "Int8Params")
+            if not is_packed and parameter.dtype in (torch.float16, torch.bfloat16):
+                parameter.data = parameter.data.float()
     # bitsandbytes and dropout depend on the mode; transformers returns eval mode.
     model.train()
     return model
@@ -252,16 +244,6 @@ def disable_cpu_repacking(model: Any) -> None:
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
-
-
-def _upcast(model: PreTrainedModel) -> None:
-    """Norms, embeddings and head in fp32, as peft's `prepare_model_for_kbit_training` has them."""
-    import torch
-
-    for parameter in model.parameters():
-        is_packed = type(parameter).__name__ in ("Params4bit", "Int8Params")
-        if not is_packed and parameter.dtype in (torch.float16, torch.bfloat16):
-            parameter.data = parameter.data.float()
 
 
 MAX_NF4_ERROR = 0.15
@@ -306,7 +288,7 @@ def quantize_and_dequantize(width: int, device: torch.device) -> torch.Tensor:
 
 
 def make_random_model(
-    config: PretrainedConfig, request: LoadRequest, device: torch.device
+    config: PretrainedConfig, strategy: Strategy, device: torch.device
 ) -> PreTrainedModel:
     """The model with random weights, otherwise as loaded from disk: for measuring.
 
@@ -315,11 +297,11 @@ def make_random_model(
     import torch
 
     with torch.device("meta"):
-        model: Any = build_model(config, request)
-    if request.weights.is_quantized:
+        model: Any = build_model(config, strategy)
+    if strategy.weights.is_quantized:
         for name, linear in list_quantizable(model):
-            model.set_submodule(name, _make_random_quantized(linear, request, device))
-        mark_quantized(model, request)
+            model.set_submodule(name, _make_random_quantized(linear, strategy, device))
+        mark_quantized(model, strategy)
     materialize_empty(model, device)
     with torch.no_grad():
         model.initialize_weights()
@@ -354,6 +336,7 @@ def fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
     Parameters are left alone.
     """
     import torch
+    from transformers import PreTrainedModel
 
     owners = [
         module
@@ -367,22 +350,16 @@ def fill_buffers(model: PreTrainedModel, device: torch.device) -> None:
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = torch.empty_like(buffer, device=device)
+        # The innermost transformers model around the module knows how to initialize it.
+        around: list[Any] = [
+            part
+            for part in model.modules()
+            if isinstance(part, PreTrainedModel) and any(m is module for m in part.modules())
+        ]
         with torch.no_grad():
-            _family_of(model, module)._init_weights(module)
+            around[-1]._init_weights(module)
     for parameter in parameters:
         del parameter._is_hf_initialized
-
-
-def _family_of(model: nn.Module, module: nn.Module) -> Any:
-    """The innermost transformers model around `module`, which knows how to initialize it."""
-    from transformers import PreTrainedModel
-
-    around = [
-        part
-        for part in model.modules()
-        if isinstance(part, PreTrainedModel) and any(child is module for child in part.modules())
-    ]
-    return around[-1]
 
 
 def list_quantizable(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
@@ -402,19 +379,19 @@ def list_quantizable(model: PreTrainedModel) -> list[tuple[str, nn.Module]]:
     ]
 
 
-def make_quantized_linear(linear: Any, request: LoadRequest) -> Any:
+def make_quantized_linear(linear: Any, strategy: Strategy) -> Any:
     """bitsandbytes' layer of the same shape on the meta device; its weight is to be set."""
     import torch
     from bitsandbytes import nn as quantized
     from torch import nn
 
     bnb: Any = quantized  # not annotated
-    config = bitsandbytes_config(request)
+    config = bitsandbytes_config(strategy)
     is_linear = type(linear) is nn.Linear
     num_out, num_in = linear.weight.shape if is_linear else reversed(linear.weight.shape)
     shape = (num_in, num_out, linear.bias is not None)
     meta = torch.device("meta")
-    if request.weights is Dtype.INT8:
+    if strategy.weights is Dtype.INT8:
         layer = bnb.Linear8bitLt(
             *shape, has_fp16_weights=False, threshold=config.llm_int8_threshold, device=meta
         )
@@ -429,21 +406,21 @@ def make_quantized_linear(linear: Any, request: LoadRequest) -> Any:
     return layer
 
 
-def quantized_parameter(values: torch.Tensor, layer: Any, request: LoadRequest) -> Any:
+def quantized_parameter(values: torch.Tensor, layer: Any, strategy: Strategy) -> Any:
     """bitsandbytes' parameter of these values, quantized once it is moved to its device."""
     from bitsandbytes import nn as quantized
 
     bnb: Any = quantized  # not annotated
-    if request.weights is Dtype.INT8:
+    if strategy.weights is Dtype.INT8:
         return bnb.Int8Params(values, requires_grad=False)
-    options = _nf4_options(bitsandbytes_config(request))
+    options = _nf4_options(bitsandbytes_config(strategy))
     return bnb.Params4bit(values, requires_grad=False, **options, module=layer)
 
 
-def mark_quantized(model: Any, request: LoadRequest) -> None:
+def mark_quantized(model: Any, strategy: Strategy) -> None:
     """Set what transformers sets on a model that it has quantized; peft reads it."""
-    config = bitsandbytes_config(request)
-    is_int8 = request.weights is Dtype.INT8
+    config = bitsandbytes_config(strategy)
+    is_int8 = strategy.weights is Dtype.INT8
     setattr(model, "is_loaded_in_8bit" if is_int8 else "is_loaded_in_4bit", True)
     model.is_quantized = True
     model.quantization_method = config.quant_method
@@ -458,19 +435,19 @@ def _nf4_options(config: Any) -> dict[str, Any]:
     }
 
 
-def _make_random_quantized(linear: Any, request: LoadRequest, device: torch.device) -> nn.Module:
+def _make_random_quantized(linear: Any, strategy: Strategy, device: torch.device) -> nn.Module:
     import torch
     from torch import nn
 
-    layer = make_quantized_linear(linear, request)
+    layer = make_quantized_linear(linear, strategy)
     shape = (layer.out_features, layer.in_features)
-    values = torch.empty(shape, dtype=request.plain_dtype, device=device).normal_(0.0, 0.02)
-    if request.weights is Dtype.INT8:
+    values = torch.empty(shape, dtype=plain_dtype(strategy), device=device).normal_(0.0, 0.02)
+    if strategy.weights is Dtype.INT8:
         values = values.cpu()  # bitsandbytes quantizes to int8 only on the way from the CPU
-    layer.weight = quantized_parameter(values, layer, request).to(device)
+    layer.weight = quantized_parameter(values, layer, strategy).to(device)
     layer.weight._is_hf_initialized = True  # transformers' mark of values to keep
     if linear.bias is not None:
-        zeros = torch.zeros(layer.out_features, dtype=request.plain_dtype, device=device)
+        zeros = torch.zeros(layer.out_features, dtype=plain_dtype(strategy), device=device)
         layer.bias = nn.Parameter(zeros, requires_grad=False)
     module: nn.Module = layer
     return module

@@ -1,6 +1,7 @@
-"""From a model's name to the folder with its weights, config and tokenizer. No network.
+"""From a user's name to the files of a model or an artefact: run, adapter, model folder, GGUF file.
 
-Weight files are checked; GGUF files and slow tokenizers are converted once, into the cache.
+No network. Weight files are checked; GGUF files and slow tokenizers are converted once, into the
+cache.
 """
 
 from __future__ import annotations
@@ -9,168 +10,36 @@ import contextlib
 import hashlib
 import io
 import json
+import os
 import shutil
-import struct
-import zipfile
 from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError, UserError, first_line
+from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError, first_line
 from tightfit.core.files import atomic_folder, cache_folder
-from tightfit.core.units import render_bytes
-from tightfit.core.validation import printable
-from tightfit.models.catalogue import find_alias, find_base, find_exact, list_models
+from tightfit.core.packages import require_packages
+from tightfit.core.settings import Method
+from tightfit.core.strategy import Strategy
+from tightfit.core.text import printable
+from tightfit.models.catalogue import find_alias, find_base, find_exact, is_gated, list_models
 from tightfit.models.gguf import read_gguf_model
 from tightfit.models.resolve import (
     find_in_hub_cache,
     locate_hub_cache,
+    measure_weights,
     read_synthetic,
     resolve_model,
 )
+from tightfit.runs.run_folder import RunFolder
 from tightfit.runtime.libraries import silence_libraries
+from tightfit.runtime.output_folder import check_room
+from tightfit.runtime.tensor_files import check_weights, has_weights
 
 if TYPE_CHECKING:
     import torch
-
-
-# Weight files
-
-_LFS_START = b"version https://git-lfs"
-_MAX_HEADER_BYTES = 100_000_000
-"""safetensors' own limit."""
-_MAX_LISTED = 5
-
-
-def has_weights(folder: Path) -> bool:
-    """Whether the folder has a file that transformers would load, complete or not."""
-    return bool(_list_candidates(folder))
-
-
-def list_weight_files(folder: Path) -> list[Path]:
-    """The files that transformers would load, an index first and then its shards."""
-    candidates = _list_candidates(folder)
-    if not candidates or candidates[0].suffix != ".json":
-        return candidates[:1]
-    try:
-        weight_map = json.loads(candidates[0].read_bytes())["weight_map"]
-        names = sorted({str(name) for name in weight_map.values()})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        names = []
-    return [candidates[0], *(folder / name for name in names)]
-
-
-def check_weights(folder: Path) -> None:
-    """Raise if weights are missing, truncated, or lack a tensor; lists all problems."""
-    candidates = _list_candidates(folder)
-    if not candidates:
-        raise NotFoundError(
-            f"{folder} has a config.json and no weights.",
-            remedy="put model.safetensors there, or name a folder that has it",
-        )
-    main = candidates[0]
-    problems = _check_index(main) if main.suffix == ".json" else _check_files([main])
-    if problems:
-        shown = "; ".join(problems[:_MAX_LISTED])
-        more = len(problems) - _MAX_LISTED
-        raise InvalidInputError(
-            f"The weights in {folder} are not whole: {shown}"
-            f"{f'; and {more} more problems' if more > 0 else ''}.",
-            remedy="fetch the model again; `hf download` resumes",
-        )
-
-
-def _list_candidates(folder: Path) -> list[Path]:
-    """In the order of transformers: one safetensors file, their index, then pickles."""
-    names = (
-        "model.safetensors",
-        "model.safetensors.index.json",
-        "pytorch_model.bin",
-        "pytorch_model.bin.index.json",
-    )
-    return [folder / name for name in names if _is_named(folder / name)]
-
-
-def _is_named(path: Path) -> bool:
-    return path.is_file() or path.is_symlink()  # a dangling link is a broken download
-
-
-def _check_index(index: Path) -> list[str]:
-    try:
-        weight_map = json.loads(index.read_bytes())["weight_map"]
-        homes = {str(tensor): str(file) for tensor, file in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return [f"{index.name} cannot be read as an index of shards ({error!r})"]
-    files = [index.parent / name for name in sorted(set(homes.values()))]
-    problems = _check_files(files)
-    if problems or files[0].suffix != ".safetensors":
-        return problems
-    stored = {path.name: set(read_safetensors_header(path)[1]) for path in files}
-    lost = [name for name, file in sorted(homes.items()) if name not in stored[file]]
-    return [f"{homes[name]} lacks the tensor {name}" for name in lost]
-
-
-def _check_files(files: list[Path]) -> list[str]:
-    problems = []
-    for path in files:
-        problem = (
-            find_safetensors_error(path)
-            if path.suffix == ".safetensors"
-            else _find_pickle_error(path)
-        )
-        if problem is not None:
-            problems.append(f"{path.name} {problem}")
-    return problems
-
-
-def find_safetensors_error(path: Path) -> str | None:
-    """What is wrong with a safetensors file, as the end of a sentence; None if nothing."""
-    problem = _find_common_error(path)
-    if problem is not None:
-        return problem
-    try:
-        start, tensors = read_safetensors_header(path)
-        ends = [entry["data_offsets"][1] for entry in tensors.values()]
-    except (OSError, ValueError, KeyError, IndexError, TypeError, struct.error):
-        return "is no safetensors file, or is cut short in its header"
-    expected = start + max(ends, default=0)
-    found = path.stat().st_size
-    if found < expected:
-        return f"is cut short: {render_bytes(found)} of {render_bytes(expected)}"
-    return None
-
-
-def _find_pickle_error(path: Path) -> str | None:
-    problem = _find_common_error(path)
-    if problem is not None:
-        return problem
-    with path.open("rb") as stream:
-        is_zip = stream.read(2) == b"PK"
-    # A zip's directory is at its end: a truncated file has none. Older pickles are no zips.
-    return "is cut short" if is_zip and not zipfile.is_zipfile(path) else None
-
-
-def _find_common_error(path: Path) -> str | None:
-    try:
-        with path.open("rb") as stream:
-            start = stream.read(len(_LFS_START))
-    except FileNotFoundError:
-        return "is missing"
-    except OSError as error:
-        return f"cannot be read ({(error.strerror or str(error)).lower()})"
-    if start == _LFS_START:
-        return "is a Git LFS pointer, not the file itself (git lfs pull)"
-    return None if start else "is empty"
-
-
-def read_safetensors_header(path: Path) -> tuple[int, dict[str, Any]]:
-    """The byte at which values start, and each tensor's dtype, shape and data_offsets."""
-    with path.open("rb") as stream:
-        (size,) = struct.unpack("<Q", stream.read(8))
-        if size > _MAX_HEADER_BYTES:
-            raise ValueError("header too long")
-        header = json.loads(stream.read(size))
-    return 8 + size, {name: entry for name, entry in header.items() if name != "__metadata__"}
 
 
 # Tokenizer files
@@ -195,42 +64,26 @@ CHAT_TEMPLATES_FOLDER = "additional_chat_templates"
 _SENTENCEPIECE = ("tokenizer.model", "spiece.model")
 
 
-def copy_tokenizer_files(source: Path, target: Path) -> list[Path]:
-    """Copy those that exist; returns the copies."""
-    copies = []
+def copy_tokenizer_files(source: Path, target: Path) -> None:
+    """Copy those that exist."""
     for name in TOKENIZER_FILES:
         if (source / name).is_file():
-            copies.append(_copy(source / name, target / name))
+            shutil.copyfile(source / name, target / name)
     for path in sorted((source / CHAT_TEMPLATES_FOLDER).glob("*.jinja")):
         (target / CHAT_TEMPLATES_FOLDER).mkdir(exist_ok=True)
-        copies.append(_copy(path, target / CHAT_TEMPLATES_FOLDER / path.name))
-    return copies
+        shutil.copyfile(path, target / CHAT_TEMPLATES_FOLDER / path.name)
 
 
-def copy_tuned_tokenizer_files(tuned: Path, base: Path, target: Path) -> list[Path]:
+def copy_tuned_tokenizer_files(tuned: Path, base: Path, target: Path) -> None:
     """Copy the tuned model's files, and of the base's only those that cannot contradict them."""
-    copies = copy_tokenizer_files(tuned, target)
-    if tuned == base:
-        return copies
+    copy_tokenizer_files(tuned, target)
     lacking = ["generation_config.json"]
-    if _same_content(tuned / "tokenizer.json", base / "tokenizer.json"):
+    own, theirs = tuned / "tokenizer.json", base / "tokenizer.json"
+    if own.is_file() and theirs.is_file() and own.read_bytes() == theirs.read_bytes():
         lacking += _SENTENCEPIECE
     for name in lacking:
         if not (target / name).exists() and (base / name).is_file():
-            copies.append(_copy(base / name, target / name))
-    return copies
-
-
-def _copy(source: Path, target: Path) -> Path:
-    shutil.copyfile(source, target)
-    return target
-
-
-def _same_content(one: Path, other: Path) -> bool:
-    try:
-        return one.read_bytes() == other.read_bytes()
-    except OSError:
-        return False
+            shutil.copyfile(base / name, target / name)
 
 
 # Other formats, converted into the cache
@@ -246,10 +99,13 @@ def import_gguf(path: Path) -> Path:
     home = _gguf_cache_folder(path)
     if (home / "config.json").is_file():
         return home
+    import torch
+
     num_params = read_gguf_model(path).num_params  # raises for a truncated file
-    is_large = num_params > LARGE_MODEL_PARAMS
-    _check_room(home, num_params * (2 if is_large else 4))
-    _make_once(home, lambda folder: _write_gguf(path, folder, is_large=is_large))
+    dtype = torch.bfloat16 if num_params > LARGE_MODEL_PARAMS else torch.float32
+    needed = int(num_params * dtype.itemsize * 1.03)
+    check_room(home, needed, remedy="set TIGHTFIT_CACHE to a folder with more space")
+    _make_once(home, lambda folder: _write_gguf(path, folder, dtype))
     return home
 
 
@@ -261,13 +117,20 @@ def import_gguf_tokenizer(path: Path) -> Path:
     home = unpacked.with_name(f"{unpacked.name}-tokenizer")
     if not (home / "tokenizer.json").is_file():
         read_gguf_model(path)  # raises for a truncated file
-        _make_once(home, lambda folder: _write_gguf_tokenizer(path, folder))
+        _make_once(home, lambda folder: _write_gguf(path, folder, None))
     return home
 
 
 def _gguf_cache_folder(path: Path) -> Path:
     """The cache folder of the converted model. Raise the number when the conversion changes."""
-    return cache_folder() / "models" / f"gguf-2-{_digest(path)}"
+    # Of the size, the start (metadata and shapes) and the end, to avoid reading all of it.
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb") as stream:
+        digest.update(stream.read(_SAMPLE_BYTES))
+        stream.seek(max(0, size - _SAMPLE_BYTES))
+        digest.update(stream.read())
+    return cache_folder() / "models" / f"gguf-2-{digest.hexdigest()[:16]}"
 
 
 def import_tokenizer(folder: Path) -> Path:
@@ -281,24 +144,17 @@ def import_tokenizer(folder: Path) -> Path:
     home = cache_folder() / "models" / f"tokenizer-{key}"
     if not (home / "tokenizer.json").is_file():
         _make_once(home, lambda new: _write_tokenizer(folder, new))
-    _link_files(folder, home)
+    for path in folder.iterdir():
+        link = home / path.name
+        if path.is_file() and not link.exists():
+            link.unlink(missing_ok=True)  # a dangling link
+            link.symlink_to(path.resolve())
     return home
 
 
 def has_slow_tokenizer(folder: Path) -> bool:
     """Whether the folder has a tokenizer that can be turned into a tokenizer.json."""
     return any((folder / name).is_file() for name in _SLOW_TOKENIZERS)
-
-
-def _digest(path: Path) -> str:
-    """Of the size, the start (metadata and shapes) and the end, to avoid reading all of it."""
-    size = path.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
-    with path.open("rb") as stream:
-        digest.update(stream.read(_SAMPLE_BYTES))
-        stream.seek(max(0, size - _SAMPLE_BYTES))
-        digest.update(stream.read())
-    return digest.hexdigest()[:16]
 
 
 def _make_once(home: Path, fill: Callable[[Path], None]) -> None:
@@ -308,44 +164,29 @@ def _make_once(home: Path, fill: Callable[[Path], None]) -> None:
             fill(work)
     except OSError as error:
         if not home.is_dir():
-            raise _cannot_write(home, error) from error
+            raise SetupError(
+                f"Cannot write the converted model to {home}: {error.strerror or error}.",
+                remedy="set TIGHTFIT_CACHE to a folder that is writable and has free space",
+            ) from error
 
 
-def _cannot_write(home: Path, error: OSError) -> SetupError:
-    return SetupError(
-        f"Cannot write the converted model to {home}: {error.strerror or error}.",
-        remedy="set TIGHTFIT_CACHE to a folder that is writable and has free space",
-    )
-
-
-def _check_room(home: Path, needed_bytes: int) -> None:
-    existing = next(parent for parent in home.parents if parent.exists())
-    free = shutil.disk_usage(existing).free
-    if free < needed_bytes * 1.05:
-        raise SetupError(
-            f"The model takes {render_bytes(needed_bytes)} once unpacked; {existing} has "
-            f"{render_bytes(free)} free.",
-            remedy="set TIGHTFIT_CACHE to a folder with more space",
-        )
-
-
-def _write_gguf(path: Path, folder: Path, *, is_large: bool) -> None:
-    import torch
-
-    _require_gguf(path)
-    from tightfit.runtime.gguf.config import is_known
+def _write_gguf(path: Path, folder: Path, dtype: torch.dtype | None) -> None:
+    """The dequantized model; without a dtype its tokenizer alone."""
+    require_packages(f"Unpacking {path.name}", "gguf", extra="gguf")
     from tightfit.runtime.gguf.file import GgufFile
-    from tightfit.runtime.gguf.unpack import fill_unpacked, plan_unpack
+    from tightfit.runtime.gguf.unpack import plan_unpack, write_tokenizer_folder
 
-    dtype = torch.bfloat16 if is_large else torch.float32
-    if is_known(GgufFile(path)):
-        fill_unpacked(plan_unpack(path, dtype), folder)
-    else:
+    file = GgufFile(path)
+    if file.family is None:
         _write_by_transformers(path, folder, dtype)
+    elif dtype is None:
+        write_tokenizer_folder(file, folder)
+    else:
+        plan_unpack(path, dtype).fill(folder)
 
 
-def _write_by_transformers(path: Path, folder: Path, dtype: torch.dtype) -> None:
-    """For families that our own reader does not support."""
+def _write_by_transformers(path: Path, folder: Path, dtype: torch.dtype | None) -> None:
+    """For families that our own reader does not support. Without a dtype: the tokenizer alone."""
     import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -354,60 +195,23 @@ def _write_by_transformers(path: Path, folder: Path, dtype: torch.dtype) -> None
     # With GgufConfig transformers keeps matrices quantized by default; before, it dequantized.
     packing = getattr(transformers, "GgufConfig", None)
     extra = {} if packing is None else {"quantization_config": packing(dequantize=True)}
+    made: list[Any] = []
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # a progress bar that no setting disables
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                str(path.parent), dtype=dtype, **options, **extra
-            )
-            tokenizer = AutoTokenizer.from_pretrained(str(path.parent), **options)
+            if dtype is not None:
+                model: Any = AutoModelForCausalLM.from_pretrained(
+                    str(path.parent), dtype=dtype, **options, **extra
+                )
+                model.hf_quantizer = None  # or saving would write quantization settings
+                made.append(model)
+            made.append(AutoTokenizer.from_pretrained(str(path.parent), **options))
     except (ImportError, ValueError, KeyError, RuntimeError, OSError) as error:
-        raise _unconvertible(path, error) from error
-    model.hf_quantizer = None  # or saving would write quantization settings
-    model.save_pretrained(str(folder))
-    tokenizer.save_pretrained(str(folder))
-
-
-def _write_gguf_tokenizer(path: Path, folder: Path) -> None:
-    _require_gguf(path)
-    from tightfit.runtime.gguf.config import is_known
-    from tightfit.runtime.gguf.file import GgufFile
-    from tightfit.runtime.gguf.tokenizer import read_special_tokens
-    from tightfit.runtime.gguf.unpack import write_tokenizer_folder
-
-    file = GgufFile(path)
-    if is_known(file):
-        write_tokenizer_folder(file, read_special_tokens(file), folder)
-        return
-    from transformers import AutoTokenizer
-
-    silence_libraries()
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):
-            tokenizer = AutoTokenizer.from_pretrained(
-                str(path.parent), gguf_file=path.name, local_files_only=True
-            )
-    except (ImportError, ValueError, KeyError, RuntimeError, OSError) as error:
-        raise _unconvertible(path, error) from error
-    tokenizer.save_pretrained(str(folder))
-
-
-def _require_gguf(path: Path) -> None:
-    try:
-        import gguf  # noqa: F401
-    except ImportError as error:
-        raise _unconvertible(path, error) from error
-
-
-def _unconvertible(path: Path, error: Exception) -> UserError:
-    if isinstance(error, ImportError):
-        return SetupError(
-            f"Unpacking {path.name} needs a package that is missing: {first_line(error)}.",
-            remedy="pip install gguf",
-        )
-    return InvalidInputError(
-        f"transformers cannot unpack {path}: {first_line(error)}.",
-        remedy="name the model's own folder (config.json and safetensors) instead",
-    )
+        raise InvalidInputError(
+            f"transformers cannot unpack {path}: {first_line(error)}.",
+            remedy="name the model's own folder (config.json and safetensors) instead",
+        ) from error
+    for part in made:
+        part.save_pretrained(str(folder))
 
 
 def _write_tokenizer(folder: Path, new: Path) -> None:
@@ -431,13 +235,7 @@ def _write_tokenizer(folder: Path, new: Path) -> None:
         )
 
 
-def _link_files(folder: Path, home: Path) -> None:
-    """Link everything but the tokenizer."""
-    for path in folder.iterdir():
-        link = home / path.name
-        if path.is_file() and not link.exists():
-            link.unlink(missing_ok=True)  # a dangling link
-            link.symlink_to(path.resolve())
+# From a name to a folder
 
 
 def locate_model(name: str, *, needs_weights: bool = True) -> Path:
@@ -448,7 +246,11 @@ def locate_model(name: str, *, needs_weights: bool = True) -> Path:
     """
     if not name.strip():
         raise NotFoundError("No model was named.", remedy="tightfit models")
-    path = _as_path(name)
+    try:
+        path: Path | None = Path(name).expanduser()
+        path = path if path is not None and path.exists() else None
+    except (OSError, ValueError, RuntimeError):  # too long, a NUL byte, an unknown ~user
+        path = None
     if path is not None and path.is_dir():
         return _open_folder(path, needs_weights=needs_weights)
     if path is not None and path.suffix.lower() == ".gguf":
@@ -464,14 +266,6 @@ def locate_model(name: str, *, needs_weights: bool = True) -> Path:
     if cached is None:
         raise _not_here(name)
     return _open_folder(cached, needs_weights=needs_weights)
-
-
-def _as_path(name: str) -> Path | None:
-    try:
-        path = Path(name).expanduser()
-        return path if path.exists() else None
-    except (OSError, ValueError, RuntimeError):  # too long, a NUL byte, an unknown ~user
-        return None
 
 
 def _open_folder(folder: Path, *, needs_weights: bool) -> Path:
@@ -525,11 +319,17 @@ def _open_run(run: Path, *, needs_weights: bool) -> Path:
 
 
 def _base_of(adapter: Path) -> str:
-    try:
-        base = json.loads((adapter / "adapter_config.json").read_bytes())["base_model_name_or_path"]
-    except (OSError, ValueError, KeyError, TypeError):
-        base = None
+    base = read_json(adapter / "adapter_config.json").get("base_model_name_or_path")
     return str(base) if base else "see its adapter_config.json"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A file's object; empty where there is no file, or nothing of the kind in it."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _find_cached(name: str) -> Path | None:
@@ -556,8 +356,173 @@ def _not_here(name: str) -> NotFoundError:
             )
         resolve_model(name)  # says what was looked for, and what was perhaps meant
     hub_id = row.model if row is not None else name
+    shown = printable(hub_id)
+    problem = f"The weights of {shown} are not on this machine; only its shapes are known."
+    command = f"hf download {hub_id}"
+    if is_gated(hub_id):
+        why, command = _describe_gate(hub_id)
+        problem += f" {why}"
     return NotFoundError(
-        f"The weights of {printable(hub_id)} are not on this machine; only its shapes are known.",
-        remedy=f"hf download {hub_id}    (where there is internet; copy the folder here and name "
-        "it by its path, or keep it in HF_HOME)",
+        problem,
+        remedy=f"{command}    (where there is internet; copy the folder here and name it by its "
+        "path, or keep it in HF_HOME)",
     )
+
+
+def _describe_gate(hub_id: str) -> tuple[str, str]:
+    """Why a download would be refused, and the command that is not."""
+    from tightfit.hardware.checkup import find_token, find_token_file
+
+    found = find_token(os.environ, has_file=Path.is_file)
+    file = find_token_file(os.environ)
+    state = f"one is in {found}" if found else f"there is no variable HF_TOKEN and no file {file}"
+    why = (
+        f"It is gated: accept its licence at https://huggingface.co/{printable(hub_id)}; the "
+        f"download then needs a token of that account ({state})."
+    )
+    return why, f"hf download {hub_id}" if found else f"hf auth login && hf download {hub_id}"
+
+
+# From a user's name to an artefact: a run, an adapter, a model folder or a GGUF file.
+
+
+class ArtefactKind(str, Enum):
+    """The format of the weights on disk."""
+
+    MODEL = "model"
+    """A Hugging Face folder with plain weights."""
+    ADAPTER = "adapter"
+    """peft's format; names its base model."""
+    GPTQ = "gptq"
+    BITSANDBYTES = "bitsandbytes"
+    """A Hugging Face folder with nf4 or int8 weights."""
+    GGUF = "gguf"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Artefact:
+    """One model that can be loaded."""
+
+    name: str
+    """As the user wrote it."""
+    kind: ArtefactKind
+    path: Path
+    """The folder or file of the artefact itself; of an adapter its own folder."""
+    base: Path | None = None
+    """Of an adapter: the folder of the model it was trained on."""
+    tokenizer: Path
+    """A folder with tokenizer.json and what belongs to it."""
+    template: str | None = None
+    """A template named in the run's recipe. None: the tokenizer's own."""
+    strategy: Strategy | None = None
+    """The strategy of the run that made it."""
+    run: RunFolder | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the weights on disk; of an adapter its base's too."""
+        return sum(measure_weights(path) or 0 for path in (self.path, self.base) if path)
+
+
+def find_artefact(name: str) -> Artefact:
+    """The artefact that `name` refers to; checks its files, loads nothing. No network."""
+    path = Path(name).expanduser()
+    run = RunFolder(path=path)
+    if run.is_run():
+        return _from_run(name, run)
+    if (path / "adapter_config.json").is_file():
+        return _from_adapter(name, path)
+    gguf = find_gguf(path)
+    if gguf is not None:
+        return Artefact(
+            name=name, kind=ArtefactKind.GGUF, path=gguf, tokenizer=import_gguf_tokenizer(gguf)
+        )
+    folder = locate_model(name)
+    return Artefact(name=name, kind=_kind_of(folder), path=folder, tokenizer=folder)
+
+
+def find_gguf(path: Path) -> Path | None:
+    """The file itself, or the only one of a folder that holds no other weights."""
+    if path.suffix.lower() == ".gguf" and path.is_file():
+        return path
+    if not path.is_dir() or (path / "config.json").is_file():
+        return None
+    found = sorted(path.glob("*.gguf"))
+    return found[0] if len(found) == 1 else None
+
+
+def _kind_of(folder: Path) -> ArtefactKind:
+    stated = read_json(folder / "config.json").get("quantization_config")
+    if not isinstance(stated, dict):
+        return ArtefactKind.MODEL
+    method = str(stated.get("quant_method", "")).lower()
+    if method in ("gptq", "auto-round", "auto_round"):
+        return ArtefactKind.GPTQ
+    if method == "bitsandbytes":
+        return ArtefactKind.BITSANDBYTES
+    raise InvalidInputError(
+        f"{folder} is quantized with {method or 'an unnamed method'}, which no engine here reads.",
+        remedy="name the model it was made from, or a GPTQ, bitsandbytes or GGUF version of it",
+    )
+
+
+def _from_run(name: str, run: RunFolder) -> Artefact:
+    plan = run.read_plan()
+    if plan.training is None:
+        raise InvalidInputError(
+            f"{run.path} holds a plan that was never prepared to run.",
+            remedy=f"tightfit train {run.plan_path}",
+        )
+    is_adapter = plan.strategy.method is Method.LORA
+    tuned = run.adapter_path if is_adapter else run.model_path
+    if not (tuned / ("adapter_config.json" if is_adapter else "config.json")).is_file():
+        raise NotFoundError(
+            f"{run.path} has not left a tuned {'adapter' if is_adapter else 'model'} yet.",
+            remedy="finish the run with the command that started it, then try again",
+        )
+    base = locate_model(plan.training.model_path) if is_adapter else None
+    # The result has the template it was trained with; if it was lost, the plan names it.
+    is_alone = base is None or (tuned / "tokenizer.json").is_file()
+    return Artefact(
+        name=name,
+        kind=ArtefactKind.ADAPTER if is_adapter else ArtefactKind.MODEL,
+        path=tuned,
+        base=base,
+        tokenizer=tuned if is_alone or base is None else base,
+        template=None if is_alone else plan.training.template,
+        strategy=plan.strategy,
+        run=run,
+    )
+
+
+def _from_adapter(name: str, folder: Path) -> Artefact:
+    parent = RunFolder(path=folder.parent)
+    if folder.name == parent.adapter_path.name and parent.is_run():
+        return _from_run(name, parent)
+    base = _find_base(folder)
+    has_tokenizer = (folder / "tokenizer.json").is_file()
+    return Artefact(
+        name=name,
+        kind=ArtefactKind.ADAPTER,
+        path=folder,
+        base=base,
+        tokenizer=folder if has_tokenizer else base,
+    )
+
+
+def _find_base(adapter: Path) -> Path:
+    path = adapter / "adapter_config.json"
+    name = read_json(path).get("base_model_name_or_path")
+    if not isinstance(name, str) or not name:
+        raise InvalidInputError(
+            f"{path} does not name the adapter's base model.",
+            remedy='add "base_model_name_or_path": "FOLDER OR HUB ID" to it',
+        )
+    try:
+        return locate_model(name)
+    except NotFoundError as error:
+        raise NotFoundError(
+            f"The adapter {adapter} was trained on {name}, which is not on this machine.",
+            remedy=f"put the base model there, or write its folder as base_model_name_or_path into "
+            f"{path}",
+        ) from error

@@ -8,9 +8,10 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
+
 from tightfit.core.errors import SetupError, UsageError
-from tightfit.core.files import atomic_file, atomic_folder, partial_path
-from tightfit.core.locks import take_lock
+from tightfit.core.files import atomic_file, atomic_folder, nearest_folder, partial_path, take_lock
 from tightfit.core.units import render_bytes
 
 REJECTED = ".rejected"
@@ -26,69 +27,75 @@ def check_target(target: Path, *, force: bool, sources: tuple[Path, ...] = ()) -
                 f"{target} holds {source}, which is read for it.",
                 remedy="--out another folder",
             )
-    if not target.exists():
-        return
-    if not force:
+    is_model = target.is_dir() and (target / "config.json").is_file()
+    is_empty = target.is_dir() and not any(target.iterdir())
+    is_ours = (is_model or is_empty) and not (target / "plan.json").exists()
+    _check_replaced(target, "model folder", "--out another folder", force=force, is_ours=is_ours)
+
+
+def check_file_target(target: Path, *, force: bool) -> None:
+    """Refuse to overwrite a file without `force`, and anything that is not GGUF."""
+    is_ours = target.is_file() and target.suffix.lower() == ".gguf"
+    remedy = "--out another name that ends in .gguf"
+    _check_replaced(target, "GGUF file", remedy, force=force, is_ours=is_ours)
+
+
+def _check_replaced(target: Path, kind: str, remedy: str, *, force: bool, is_ours: bool) -> None:
+    if target.exists() and not force:
         raise UsageError(
             f"{target} is there already.", remedy="--out another name, or --force to replace it"
         )
-    is_model = target.is_dir() and (target / "config.json").is_file()
-    is_empty = target.is_dir() and not any(target.iterdir())
-    if not (is_model or is_empty) or (target / "plan.json").exists():
-        raise UsageError(
-            f"{target} is no model folder, so --force does not replace it.",
-            remedy="--out another folder",
-        )
+    if target.exists() and not is_ours:
+        raise UsageError(f"{target} is no {kind}, so --force does not replace it.", remedy=remedy)
 
 
-def check_room(target: Path, num_bytes: int) -> None:
+def check_room(
+    target: Path, num_bytes: int, *, remedy: str = "--out a folder on a larger disk"
+) -> None:
     """Raise if the disk has too little free space."""
-    home = target.absolute()
-    while not home.is_dir():
-        home = home.parent
+    home = nearest_folder(target)
     free = shutil.disk_usage(home).free
     if free < num_bytes * (1 + SAFETY_FRACTION):
         raise SetupError(
             f"{target} will take {render_bytes(num_bytes)}; {home} has {render_bytes(free)} free.",
-            remedy="--out a folder on a larger disk",
+            remedy=remedy,
         )
+
+
+def check_resources(what: str, target: Path, disk_bytes: int, host_bytes: int) -> None:
+    """Raise if disk or memory will not do; `host_bytes` is the process's peak."""
+    check_room(target, disk_bytes)
+    needed = host_bytes - psutil.Process().memory_info().rss
+    free = psutil.virtual_memory().available
+    if needed > free:
+        raise SetupError(
+            f"The {what} needs {render_bytes(needed)} more memory; {render_bytes(free)} is free.",
+            remedy="end other programs, or use a machine with more memory",
+        )
+
+
+def measure_bytes(path: Path) -> int:
+    """Of a file, or of all files in a folder."""
+    if path.is_file():
+        return path.stat().st_size
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
 def begin_folder(target: Path) -> Path:
     """Make the empty folder to fill; removes what an interrupted attempt left."""
     work = partial_path(target)
-    try:
+    with _report_errors(target):
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
-    except OSError as error:
-        raise SetupError(
-            f"Cannot write {target}: {error.strerror or error}.",
-            remedy="--out a folder that is writable",
-        ) from error
     return work
 
 
-def reject_folder(work: Path, target: Path) -> Path:
+def reject(result: Path, target: Path) -> Path:
     """Keep a broken result for inspection, under a name that is not taken for a model."""
     rejected = target.with_name(target.name + REJECTED)
-    shutil.rmtree(rejected, ignore_errors=True)
-    work.rename(rejected)
-    return rejected
-
-
-def check_file_target(target: Path, *, force: bool) -> None:
-    """Refuse to overwrite a file without `force`, and anything that is not GGUF."""
-    if not target.exists():
-        return
-    if not force:
-        raise UsageError(
-            f"{target} is there already.", remedy="--out another name, or --force to replace it"
-        )
-    if not target.is_file() or target.suffix.lower() != ".gguf":
-        raise UsageError(
-            f"{target} is no GGUF file, so --force does not replace it.",
-            remedy="--out another name that ends in .gguf",
-        )
+    if rejected.is_dir():
+        shutil.rmtree(rejected)
+    return result.replace(rejected)
 
 
 @contextlib.contextmanager
@@ -99,7 +106,11 @@ def whole_file(target: Path) -> Iterator[Path]:
         target.parent.mkdir(parents=True, exist_ok=True)
         handle = os.open(partial, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            _claim(handle, target)
+            if not take_lock(handle):  # ends with the process
+                raise UsageError(
+                    f"Another command is writing {target} right now.",
+                    remedy="wait for it to end, or --out another path",
+                )
             with atomic_file(target):
                 yield partial
         finally:
@@ -122,12 +133,3 @@ def _report_errors(target: Path) -> Iterator[None]:
             f"Cannot write {str(target)!r}: {error.strerror or error}.",
             remedy="--out a path that is writable and has free space",
         ) from error
-
-
-def _claim(handle: int, target: Path) -> None:
-    """Allow one writer at a time; the lock ends with the process."""
-    if not take_lock(handle):
-        raise UsageError(
-            f"Another command is writing {target} right now.",
-            remedy="wait for it to end, or --out another path",
-        )

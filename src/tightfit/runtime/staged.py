@@ -20,10 +20,11 @@ from pydantic import AfterValidator, NonNegativeInt, PositiveInt
 from tightfit.core.errors import SetupError
 from tightfit.core.files import cache_folder, write_atomic
 from tightfit.core.frozen import Frozen
-from tightfit.runtime.model_files import CHAT_TEMPLATES_FOLDER, list_weight_files
+from tightfit.runtime.model_files import CHAT_TEMPLATES_FOLDER
+from tightfit.runtime.tensor_files import list_weight_files
 
 if TYPE_CHECKING:
-    from tightfit.runtime.artefacts import Artefact
+    from tightfit.runtime.model_files import Artefact
 
 VARIABLE = "TIGHTFIT_STAGE"
 """Folders to look in, joined by `:`; `none` uses no staged copy."""
@@ -89,7 +90,11 @@ def list_model_files(source: Path) -> list[str]:
     parts if it is split; the names are then relative to its folder.
     """
     if source.is_file():
-        return _list_parts(source)
+        split = _SPLIT_GGUF.fullmatch(source.name)
+        if split is None:
+            return [source.name]
+        start, count = split.groups()
+        return [f"{start}-{part:05d}-of-{count}.gguf" for part in range(1, int(count) + 1)]
     weights = [str(path.relative_to(source)) for path in list_weight_files(source)]
     others = [
         path.name
@@ -102,14 +107,6 @@ def list_model_files(source: Path) -> list[str]:
     templates = (source / CHAT_TEMPLATES_FOLDER).glob("*.jinja")
     others += [f"{CHAT_TEMPLATES_FOLDER}/{path.name}" for path in templates if path.is_file()]
     return sorted({*weights, *others})
-
-
-def _list_parts(file: Path) -> list[str]:
-    split = _SPLIT_GGUF.fullmatch(file.name)
-    if split is None:
-        return [file.name]
-    start, count = split.groups()
-    return [f"{start}-{part:05d}-of-{count}.gguf" for part in range(1, int(count) + 1)]
 
 
 def source_folder(source: Path) -> Path:
@@ -220,18 +217,14 @@ def is_fresh(manifest: Manifest) -> bool:
 def is_whole(copy: Path, manifest: Manifest) -> bool:
     """Whether every file is intact by owner, size and time; reads no contents."""
     try:
-        if not is_own_folder(copy):
-            return False
-        for file in manifest.files:
-            path = copy / file.name
-            facts = path.lstat()
-            if not is_own_file(path) or facts.st_size != file.size_bytes:
-                return False
-            if facts.st_mtime_ns != file.mtime_ns:
-                return False
+        return is_own_folder(copy) and all(
+            is_own_file(copy / file.name)
+            and (copy / file.name).lstat().st_size == file.size_bytes
+            and (copy / file.name).lstat().st_mtime_ns == file.mtime_ns
+            for file in manifest.files
+        )
     except OSError:
         return False
-    return True
 
 
 def prefer_staged(folder: Path) -> Path:

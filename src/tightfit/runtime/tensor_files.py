@@ -1,4 +1,5 @@
-"""A model folder's tensors: listed from headers and read one at a time, written shard by shard."""
+"""A model folder's weights: files checked, tensors listed from headers and read one at a time, and
+written shard by shard."""
 
 from __future__ import annotations
 
@@ -6,17 +7,150 @@ import json
 import os
 import pickle
 import struct
+import zipfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tightfit.core.errors import InvalidInputError
-from tightfit.runtime.model_files import list_weight_files, read_safetensors_header
+from tightfit.core.dtypes import Dtype, find_plain_dtype
+from tightfit.core.errors import InvalidInputError, NotFoundError
+from tightfit.core.progress import Progress
+from tightfit.core.units import MIB, render_bytes
+from tightfit.runtime.output_folder import check_room, whole_folder
 
 if TYPE_CHECKING:
     import torch
 
+
+# Weight files
+
+_LFS_START = b"version https://git-lfs"
+_MAX_HEADER_BYTES = 100_000_000
+"""safetensors' own limit."""
+_MAX_LISTED = 5
+_WEIGHT_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether the folder has a file that transformers would load, complete or not."""
+    return bool(_list_candidates(folder))
+
+
+def list_weight_files(folder: Path) -> list[Path]:
+    """The files that transformers would load, an index first and then its shards."""
+    candidates = _list_candidates(folder)
+    if not candidates or candidates[0].suffix != ".json":
+        return candidates[:1]
+    try:
+        names = set(_read_index(candidates[0]).values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        names = set()
+    return [candidates[0], *(folder / name for name in sorted(names))]
+
+
+def check_weights(folder: Path) -> None:
+    """Raise if weights are missing, truncated, or lack a tensor; lists all problems."""
+    candidates = _list_candidates(folder)
+    if not candidates:
+        raise NotFoundError(
+            f"{folder} has a config.json and no weights.",
+            remedy="put model.safetensors there, or name a folder that has it",
+        )
+    main = candidates[0]
+    problems = _check_index(main) if main.suffix == ".json" else _check_files([main])
+    if problems:
+        shown = "; ".join(problems[:_MAX_LISTED])
+        more = len(problems) - _MAX_LISTED
+        raise InvalidInputError(
+            f"The weights in {folder} are not whole: {shown}"
+            f"{f'; and {more} more problems' if more > 0 else ''}.",
+            remedy="fetch the model again; `hf download` resumes",
+        )
+
+
+def _list_candidates(folder: Path) -> list[Path]:
+    """In the order of transformers; a dangling link, a broken download, counts too."""
+    paths = [folder / name for name in _WEIGHT_FILES]
+    return [path for path in paths if path.is_file() or path.is_symlink()]
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """File names by tensor."""
+    weight_map = json.loads(path.read_bytes())["weight_map"]
+    return {str(tensor): str(file) for tensor, file in weight_map.items()}
+
+
+def _check_index(index: Path) -> list[str]:
+    try:
+        homes = _read_index(index)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return [f"{index.name} cannot be read as an index of shards ({error!r})"]
+    files = [index.parent / name for name in sorted(set(homes.values()))]
+    problems = _check_files(files)
+    if problems or files[0].suffix != ".safetensors":
+        return problems
+    stored = {path.name: set(read_safetensors_header(path)[1]) for path in files}
+    lost = [name for name, file in sorted(homes.items()) if name not in stored[file]]
+    return [f"{homes[name]} lacks the tensor {name}" for name in lost]
+
+
+def _check_files(files: list[Path]) -> list[str]:
+    problems = [(path.name, find_weights_error(path)) for path in files]
+    return [f"{name} {problem}" for name, problem in problems if problem is not None]
+
+
+def find_weights_error(path: Path) -> str | None:
+    """What is wrong with a file of weights, as the end of a sentence; None if nothing."""
+    try:
+        with path.open("rb") as stream:
+            start = stream.read(len(_LFS_START))
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"cannot be read ({(error.strerror or str(error)).lower()})"
+    if start == _LFS_START:
+        return "is a Git LFS pointer, not the file itself (git lfs pull)"
+    if not start:
+        return "is empty"
+    if path.suffix == ".safetensors":
+        return _find_truncation(path)
+    # A zip's directory is at its end: a truncated file has none. Older pickles are no zips.
+    is_cut = start.startswith(b"PK") and not zipfile.is_zipfile(path)
+    return "is cut short" if is_cut else None
+
+
+def _find_truncation(path: Path) -> str | None:
+    try:
+        data_start, tensors = read_safetensors_header(path)
+        ends = [entry["data_offsets"][1] for entry in tensors.values()]
+    except (OSError, ValueError, KeyError, IndexError, TypeError, struct.error):
+        return "is no safetensors file, or is cut short in its header"
+    expected = data_start + max(ends, default=0)
+    found = path.stat().st_size
+    if found < expected:
+        return f"is cut short: {render_bytes(found)} of {render_bytes(expected)}"
+    return None
+
+
+def read_safetensors_header(path: Path) -> tuple[int, dict[str, Any]]:
+    """The byte at which values start, and each tensor's dtype, shape and data_offsets."""
+    with path.open("rb") as stream:
+        (size,) = struct.unpack("<Q", stream.read(8))
+        if size > _MAX_HEADER_BYTES:
+            raise ValueError("header too long")
+        header = json.loads(stream.read(size))
+    return 8 + size, {name: entry for name, entry in header.items() if name != "__metadata__"}
+
+
+# Tensors listed and read
 
 SAFETENSORS_NAMES = {
     "F64": "float64",
@@ -49,10 +183,7 @@ class StoredTensor:
 
     @property
     def num_values(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return prod(self.shape)
 
 
 class StoredWeights:
@@ -80,6 +211,14 @@ class StoredWeights:
         if tensor.path.suffix == ".safetensors":
             return read_safetensor(tensor)
         return self._open_pickle(tensor.path)[name].clone()  # type: ignore[no-any-return]
+
+    def main_dtype(self) -> Dtype | None:
+        """The plain format that most of the bytes are in."""
+        sizes: Counter[Dtype] = Counter()
+        for tensor in self.tensors.values():
+            if (found := find_plain_dtype(str(tensor.dtype))) is not None:
+                sizes[found] += tensor.num_bytes
+        return sizes.most_common(1)[0][0] if sizes else None
 
     def _list_pickle(self, path: Path) -> list[StoredTensor]:
         import torch
@@ -179,14 +318,61 @@ class Output:
     dtype: torch.dtype
 
     @property
+    def num_values(self) -> int:
+        return prod(self.shape)
+
+    @property
     def num_bytes(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count * self.dtype.itemsize
+        return self.num_values * self.dtype.itemsize
 
 
 Produce = Callable[[Output], "torch.Tensor"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FolderPlan:
+    """A conversion to a Hugging Face folder of which nothing is written yet."""
+
+    outputs: tuple[Output, ...]
+    produce: Produce
+    write_others: Callable[[Path], None]
+    """Writes config and tokenizer."""
+    extra_bytes: int
+    """Peak memory beside what the process holds."""
+    notes: tuple[str, ...]
+    """What a user should know about the result."""
+
+    @property
+    def disk_bytes(self) -> int:
+        return sum(output.num_bytes for output in self.outputs) + 32 * MIB
+
+    def write(self, target: Path, report: Progress | None = None) -> tuple[str, ...]:
+        """Write the folder whole or not at all; returns the notes."""
+        check_room(target, self.disk_bytes)
+        with whole_folder(target) as work:
+            self.fill(work, report=report)
+        return self.notes
+
+    def fill(
+        self,
+        folder: Path,
+        *,
+        max_shard_bytes: int = DEFAULT_SHARD_BYTES,
+        report: Progress | None = None,
+    ) -> None:
+        """Write everything into an existing folder."""
+        total, done = sum(output.num_bytes for output in self.outputs), 0
+
+        def count(num_bytes: int) -> None:
+            nonlocal done
+            done += num_bytes
+            if report is not None:
+                report("writing", done, total)
+
+        self.write_others(folder)
+        write_shards(
+            folder, self.outputs, self.produce, max_shard_bytes=max_shard_bytes, report=count
+        )
 
 
 def write_shards(
@@ -196,24 +382,20 @@ def write_shards(
     *,
     max_shard_bytes: int = DEFAULT_SHARD_BYTES,
     report: Callable[[int], None] | None = None,
-) -> list[Path]:
+) -> None:
     """Write all outputs to `model*.safetensors`, with an index if there are several."""
     shards = list(_fill_shards(outputs, max_shard_bytes))
-    paths: list[Path] = []
     homes: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         ending = f"-{number:05}-of-{len(shards):05}" if len(shards) > 1 else ""
         path = folder / f"model{ending}.safetensors"
         _write_shard(path, shard, produce, report)
-        paths.append(path)
         homes |= {output.name: path.name for output in shard}
     if len(shards) > 1:
         total = sum(output.num_bytes for output in outputs)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(homes.items()))}
-        path = folder / "model.safetensors.index.json"
-        path.write_text(json.dumps(index, indent=2) + "\n")
-        paths.append(path)
-    return paths
+        text = json.dumps(index, indent=2) + "\n"
+        (folder / "model.safetensors.index.json").write_text(text)
 
 
 def _fill_shards(outputs: Sequence[Output], most: int) -> Iterator[list[Output]]:

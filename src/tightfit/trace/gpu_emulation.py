@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 from unittest.mock import patch
 
@@ -304,41 +305,37 @@ class GpuEmulation:
 
     def _collect_workspaces(self) -> dict[str, _Workspace]:
         """By the operation's name, since not all are registered at import."""
-        capability = self._capability
+        sdpa = "aten::_scaled_dot_product_"
+        by_arguments: dict[str, Callable[[tuple[Any, ...]], list[int]]] = {
+            f"{sdpa}flash_attention_backward": kernels.flash_backward,
+            f"{sdpa}cudnn_attention_backward": kernels.cudnn_backward,
+            f"{sdpa}efficient_attention": kernels.efficient_forward,
+            f"{sdpa}efficient_attention_backward": partial(
+                kernels.efficient_backward, capability=self._capability
+            ),
+            "torch_attn::_varlen_attn_backward": kernels.varlen_backward,
+            "aten::_safe_softmax": kernels.safe_softmax,
+            "aten::_softmax_backward_data": kernels.softmax_backward,
+            "aten::embedding_dense_backward": kernels.embedding_backward,
+            "aten::index.Tensor": kernels.index_workspace,
+            "aten::_index_put_impl_": kernels.index_put_workspace,
+            "aten::_foreach_norm.Scalar": kernels.foreach_norm,
+        }
         found: dict[str, _Workspace] = {
-            "aten::_scaled_dot_product_flash_attention_backward": _without_kwargs(
-                kernels.flash_backward
-            ),
-            "aten::_scaled_dot_product_cudnn_attention_backward": _without_kwargs(
-                kernels.cudnn_backward
-            ),
-            "aten::_scaled_dot_product_efficient_attention": _without_kwargs(
-                kernels.efficient_forward
-            ),
-            "aten::_scaled_dot_product_efficient_attention_backward": _without_kwargs(
-                lambda args: kernels.efficient_backward(args, capability)
-            ),
-            "torch_attn::_varlen_attn_backward": _without_kwargs(kernels.varlen_backward),
-            "aten::_safe_softmax": _without_kwargs(kernels.safe_softmax),
-            "aten::_softmax_backward_data": _without_kwargs(kernels.softmax_backward),
-            "aten::embedding_dense_backward": _without_kwargs(kernels.embedding_backward),
-            "aten::index.Tensor": _without_kwargs(kernels.index_workspace),
-            "aten::_index_put_impl_": _without_kwargs(kernels.index_put_workspace),
-            "aten::_foreach_norm.Scalar": _without_kwargs(kernels.foreach_norm),
+            **{name: _without_kwargs(measure) for name, measure in by_arguments.items()},
             "bitsandbytes::gemm_4bit": kernels.multiply_4bit,
             "bitsandbytes::int8_scaled_mm": kernels.multiply_int8,
             "bitsandbytes::int8_mixed_scaled_mm": kernels.multiply_mixed_int8,
             "bitsandbytes::int8_vectorwise_quant": kernels.quantize_int8,
         }
-        found |= {name: self._reducing(dims_at) for name, dims_at in _REDUCTIONS.items()}
+        found |= {
+            name: partial(kernels.reduction_workspace, gpu=self._multiprocessors, dims_at=dims_at)
+            for name, dims_at in _REDUCTIONS.items()
+        }
         if self._torch >= (2, 14):
             workspace = [self.workspace_bytes]
             found |= {name: lambda _args, _kwargs: workspace for name in _MATMULS - set(found)}
         return found
-
-    def _reducing(self, dims_at: int) -> _Workspace:
-        gpu = self._multiprocessors
-        return lambda args, kwargs: kernels.reduction_workspace(args, kwargs, gpu, dims_at=dims_at)
 
 
 def _without_kwargs(measure: Callable[[tuple[Any, ...]], list[int]]) -> _Workspace:

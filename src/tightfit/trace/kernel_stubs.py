@@ -116,7 +116,7 @@ def liger_without_kernels(capability: tuple[int, int] | None) -> Iterator[None]:
 
 
 def _import_liger() -> None:
-    remedy = "pip install -U --no-deps liger-kernel (no GPU needed), or --no-trace"
+    remedy = "pip install -U --no-deps liger-kernel (no GPU needed), or leave --trace out"
     if importlib.util.find_spec(_LIGER) is None:
         raise SetupError(
             "Tracing this plan runs liger-kernel's own code, which is not installed.",
@@ -208,8 +208,11 @@ def _undo_liger_patches() -> Iterator[None]:
 
 
 def _cache_triton_check() -> None:
-    """torch checks once whether triton can be imported; let it do so before the stub is there."""
-    from torch.utils import _triton
+    """torch checks once whether triton can be imported; let it do so before the stub is there.
+
+    `flop_counter`, which FSDP's tracing imports, tries triton's classes at its own import.
+    """
+    from torch.utils import _triton, flop_counter  # noqa: F401
 
     ask: Any = _triton.has_triton_package
     ask()

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tightfit.hardware.types import FP8, FP8_EXACT
 from tightfit.trace.concrete_values import get_concrete_value
-from tightfit.trace.operations import (
+from tightfit.trace.result import (
     ADAPTER,
     ADDED_PRODUCT,
     AGAIN,
@@ -58,6 +58,9 @@ class Work(NamedTuple):
     waits: bool = False
 
 
+_Describe = Callable[[Arguments, Any], Work]
+
+
 def list_tensors(values: Any) -> Iterable[Tensor]:
     if isinstance(values, Tensor):
         yield values
@@ -66,12 +69,6 @@ def list_tensors(values: Any) -> Iterable[Tensor]:
             yield from list_tensors(value)
     elif isinstance(values, dict):
         yield from list_tensors(tuple(values.values()))
-
-
-def _bytes(tensor: Tensor) -> int:
-    """Bytes to read: an expanded dimension repeats the same values."""
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return prod(size for size, step in steps if step) * tensor.element_size()
 
 
 def count_indexed(inputs: Iterable[Tensor], output: Tensor) -> float:
@@ -91,8 +88,15 @@ def count_indexed(inputs: Iterable[Tensor], output: Tensor) -> float:
     return float(output.numel())
 
 
-def sum_bytes(tensors: Iterable[Tensor]) -> float:
-    return float(sum(_bytes(tensor) for tensor in tensors))
+def sum_bytes(*values: Any) -> float:
+    """Bytes to read of all tensors in these values: an expanded dimension repeats the same ones."""
+    return float(
+        sum(
+            prod(size for size, step in zip(x.shape, x.stride(), strict=True) if step)
+            * x.element_size()
+            for x in list_tensors(values)
+        )
+    )
 
 
 def name_dtype(dtype: torch.dtype) -> str:
@@ -104,24 +108,9 @@ def name_dtype(dtype: torch.dtype) -> str:
 
 
 def _multiply(args: Arguments, result: Any) -> Work:
-    left = args.get("self") if "mat1" not in args else args["mat1"]
-    right = args["mat2"]
-    return _product(left, right, result)
-
-
-def _add_product(args: Arguments, result: Any) -> Work:
-    """The tensor that the product is added to is read as well as written."""
-    work = _multiply(args, result)
-    return work._replace(num_bytes=work.num_bytes + sum_bytes(list_tensors(result)))
-
-
-def _multiply_batch(args: Arguments, result: Any) -> Work:
-    left = args["batch1"] if "batch1" in args else args["self"]
-    right = args["batch2"] if "batch2" in args else args["mat2"]
-    return _product(left, right, result)
-
-
-def _product(left: Any, right: Any, result: Any) -> Work:
+    """A product, or a batch of them; a bias or a tensor to add to comes first, as `self`."""
+    left = next(args[name] for name in ("batch1", "mat1", "self") if name in args)
+    right = next(args[name] for name in ("batch2", "mat2") if name in args)
     (m, k), n = left.shape[-2:], right.shape[-1]
     times = prod(left.shape[:-2])
     return Work(
@@ -129,7 +118,7 @@ def _product(left: Any, right: Any, result: Any) -> Work:
         dtype=name_dtype(left.dtype),
         shape=(m, n, k, times),
         flops=2.0 * m * n * k * times,
-        num_bytes=sum_bytes((left, right)) + sum_bytes(list_tensors(result)),
+        num_bytes=sum_bytes(left, right, result),
         num_indexed=sum(
             x.numel() for x in (left, right, *list_tensors(result)) if _is_unaligned(x)
         ),
@@ -145,6 +134,12 @@ def _is_unaligned(matrix: Any) -> bool:
     """Whether rows begin at addresses that rule out vectorized loads."""
     widest = max(matrix.stride()[-2:])
     return bool(matrix.element_size() < 4 and widest * matrix.element_size() % ROW_BYTES)
+
+
+def _add_product(args: Arguments, result: Any) -> Work:
+    """The tensor that the product is added to is read as well as written."""
+    work = _multiply(args, result)
+    return work._replace(num_bytes=work.num_bytes + sum_bytes(result))
 
 
 def _multiply_fp8(args: Arguments, result: Any) -> Work:
@@ -170,7 +165,7 @@ def _multiply_int8(args: Arguments, result: Any) -> Work:
         dtype="int8",
         shape=(m, n, k, 1),
         flops=2.0 * m * n * k,
-        num_bytes=sum_bytes((left, right)) + 8.0 * m * n + 3.0 * written,
+        num_bytes=sum_bytes(left, right) + 8.0 * m * n + 3.0 * written,
         num_kernels=3,
         num_calls=_INT8_PRODUCT_CALLS,
     )
@@ -179,11 +174,11 @@ def _multiply_int8(args: Arguments, result: Any) -> Work:
 def _round_int8(args: Arguments, result: Any) -> Work:
     """bitsandbytes/backends/cuda/ops.py: looks for columns beyond the threshold, and the host waits
     for their number."""
-    read = sum_bytes(list_tensors(args["A"]))
+    read = sum_bytes(args["A"])
     is_split = bool(args.get("threshold"))
     return Work(
         MEMORY_BOUND,
-        num_bytes=(4 if is_split else 1) * read + sum_bytes(list_tensors(result)),
+        num_bytes=(4 if is_split else 1) * read + sum_bytes(result),
         num_kernels=7 if is_split else 1,
         num_calls=_INT8_SPLIT_CALLS if is_split else 1,
         waits=is_split,
@@ -192,8 +187,8 @@ def _round_int8(args: Arguments, result: Any) -> Work:
 
 def _dequantize(args: Arguments, result: Any) -> Work:
     written = list(list_tensors(result)) or list(list_tensors(args.get("out")))
-    num_bytes = sum_bytes(list_tensors(args["A"])) + sum_bytes(written)
-    return Work(DEQUANTIZE, shape=(sum(x.numel() for x in written),), num_bytes=num_bytes)
+    num_values = sum(x.numel() for x in written)
+    return Work(DEQUANTIZE, shape=(num_values,), num_bytes=sum_bytes(args["A"], written))
 
 
 def _multiply_4bit(args: Arguments, result: Any) -> Work:
@@ -205,7 +200,7 @@ def _multiply_4bit(args: Arguments, result: Any) -> Work:
         dtype=name_dtype(left.dtype),
         shape=(m, n, k, 1, 1),
         flops=2.0 * m * n * k,
-        num_bytes=sum_bytes(list_tensors(tuple(args.values()))) + sum_bytes(list_tensors(result)),
+        num_bytes=sum_bytes(args, result),
         num_kernels=3,
         num_calls=_GEMM_4BIT_CALLS,
     )
@@ -231,7 +226,7 @@ def _attend(args: Arguments, result: Any) -> Work:
         dtype=name_dtype(query.dtype),
         shape=(width, num_queries, int(bool(args.get("is_causal"))), int(is_back)),
         flops=per_pair * pairs,
-        num_bytes=sum_bytes(list_tensors(tuple(args.values()))) + sum_bytes(list_tensors(result)),
+        num_bytes=sum_bytes(args, result),
         num_kernels=3 if is_back else 1,
     )
 
@@ -259,7 +254,7 @@ def _attend_documents(args: Arguments, result: Any) -> Work:
         dtype=name_dtype(query.dtype),
         shape=(width, max(1, round(total / len(lengths))), _is_causal(args), int(is_back)),
         flops=(10.0 if is_back else 4.0) * pairs * width,
-        num_bytes=sum_bytes(list_tensors(tuple(args.values()))) + sum_bytes(list_tensors(result)),
+        num_bytes=sum_bytes(args, result),
         num_kernels=3 if is_back else 1,
     )
 
@@ -276,7 +271,7 @@ def _is_causal(args: Arguments) -> int:
 def _update_fused(args: Arguments, _result: Any) -> Work:
     params = args["self"]
     lists = [args[name] for name in ("grads", "exp_avgs", "exp_avg_sqs")]
-    num_bytes = 2 * sum_bytes(list_tensors((params, *lists[1:]))) + sum_bytes(lists[0])
+    num_bytes = 2 * sum_bytes((params, *lists[1:])) + sum_bytes(lists[0])
     count = len(params)
     return Work(
         OPTIMIZER,
@@ -305,38 +300,6 @@ _8BIT_UPDATE_CALLS = 7
 It waits for every tensor's kernel (optim/optimizer.py, `sync_gpu`)."""
 
 
-COMPUTE_WORK: dict[str, Callable[[Arguments, Any], Work]] = {
-    "aten::mm": _multiply,
-    "aten::addmm": _multiply,
-    "aten::_addmm_activation": _multiply,
-    "aten::addmm.out": _multiply,
-    "aten::mm.out": _multiply,
-    ADDED_PRODUCT: _add_product,
-    "aten::bmm": _multiply_batch,
-    "aten::baddbmm": _multiply_batch,
-    "aten::_scaled_mm": _multiply_fp8,
-    "bitsandbytes::int8_scaled_mm": _multiply_int8,
-    "bitsandbytes::int8_mixed_scaled_mm": _multiply_int8,
-    "bitsandbytes::int8_linear_matmul": _multiply_int8,
-    "bitsandbytes::int8_vectorwise_quant": _round_int8,
-    "bitsandbytes::int8_double_quant": _round_int8,
-    "bitsandbytes::dequantize_4bit": _dequantize,
-    "bitsandbytes::dequantize_4bit.out": _dequantize,
-    "bitsandbytes::gemm_4bit": _multiply_4bit,
-    "bitsandbytes::optimizer_update_8bit_blockwise": _update_8bit,
-    "aten::_scaled_dot_product_cudnn_attention": _attend,
-    "aten::_scaled_dot_product_cudnn_attention_backward": _attend,
-    "aten::_scaled_dot_product_flash_attention": _attend,
-    "aten::_scaled_dot_product_flash_attention_backward": _attend,
-    "aten::_scaled_dot_product_efficient_attention": _attend,
-    "aten::_scaled_dot_product_efficient_attention_backward": _attend,
-    "torch_attn::_varlen_attn": _attend_documents,
-    "torch_attn::_varlen_attn_backward": _attend_documents,
-    "aten::_fused_adamw_": _update_fused,
-    "aten::_fused_adam_": _update_fused,
-}
-
-
 # All other operations
 
 
@@ -350,8 +313,8 @@ def describe_operation(
     space = name.split("::", 1)[0]
     if space in ("c10d", "_c10d_functional"):
         around = SHARD if space == "c10d" else ""
-        return Work(COMMUNICATION, num_bytes=sum_bytes(list_tensors(args)), around=around)
-    special = _SPECIAL.get(name)
+        return Work(COMMUNICATION, num_bytes=sum_bytes(args), around=around)
+    special = SPECIAL_WORK.get(name)
     if special is not None:
         return special(_bind(func, args, kwargs), result)
     if name.startswith("aten::_foreach_") or name in _LISTS:
@@ -384,7 +347,7 @@ def _bind(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments
 def _describe_memory_bound(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> Work:
-    """Arguments are read and results written; tensors changed in index are both."""
+    """Arguments are read and results written; tensors changed in place are both."""
     outputs = list(list_tensors(result))
     inputs = list(list_tensors((args, kwargs)))
     changed = outputs or list(_list_written(func, args, kwargs))
@@ -403,7 +366,7 @@ def _safe_softmax(args: Arguments, result: Any) -> Work:
 
     softmax, isneginf, all, where. Source: torch's transformers/attention.cpp, `_safe_softmax`.
     """
-    read, written = sum_bytes(list_tensors(args["self"])), sum_bytes((result,))
+    read, written = sum_bytes(args["self"]), sum_bytes(result)
     flags = float(result.numel())  # a byte each
     return Work(
         MEMORY_BOUND,
@@ -416,8 +379,8 @@ def _safe_softmax(args: Arguments, result: Any) -> Work:
 
 def _softmax_backward(args: Arguments, result: Any) -> Work:
     """The product of gradient and result is written out first (SoftMax.cu)."""
-    read = sum_bytes(list_tensors((args["grad_output"], args["output"])))
-    written = sum_bytes(list_tensors(result))
+    read = sum_bytes(args["grad_output"], args["output"])
+    written = sum_bytes(result)
     return Work(
         MEMORY_BOUND,
         shape=tuple(args["output"].shape),
@@ -460,9 +423,9 @@ def _describe_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], re
     count = max((len(x) for x in bound.values() if isinstance(x, list | tuple)), default=1)
     has_out = "out" in bound
     out = bound.pop("out", ())  # written, not read
-    num_bytes = sum_bytes(list_tensors(bound)) + sum_bytes(list_tensors((out, result)))
+    num_bytes = sum_bytes(bound) + sum_bytes((out, result))
     if not has_out and not list(list_tensors(result)):
-        num_bytes += sum_bytes(_list_written(func, args, kwargs))
+        num_bytes += sum_bytes(list(_list_written(func, args, kwargs)))
     kernels = 1 + count / TENSORS_PER_KERNEL
     return Work(MEMORY_BOUND, num_bytes=num_bytes, num_kernels=kernels, num_tensors=count)
 
@@ -470,10 +433,10 @@ def _describe_lists(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], re
 def describe_launch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Work:
     """A triton kernel: each tensor argument goes through memory once."""
     given = {id(x): x for x in list_tensors((args, kwargs))}
-    return Work(MEMORY_BOUND, num_bytes=sum_bytes(given.values()))
+    return Work(MEMORY_BOUND, num_bytes=sum_bytes(list(given.values())))
 
 
-def _write(tensors: Callable[[Arguments, Any], Any], num_kernels: int = 1) -> Any:
+def _write(tensors: Callable[[Arguments, Any], Any], num_kernels: int = 1) -> _Describe:
     """Work of a kernel that reads or writes only these tensors, once."""
 
     def work(args: Arguments, result: Any) -> Work:
@@ -484,64 +447,87 @@ def _write(tensors: Callable[[Arguments, Any], Any], num_kernels: int = 1) -> An
     return work
 
 
+def _move(num_bytes: Callable[[Arguments, Any], float], num_kernels: int = 1) -> _Describe:
+    """Work of a kernel that moves so many bytes."""
+    return lambda args, result: Work(
+        MEMORY_BOUND, num_bytes=num_bytes(args, result), num_kernels=num_kernels
+    )
+
+
+_SORT_KERNELS = 6
+"""Of a sort by keys and the sums after it in Embedding.cu and Indexing.cu."""
+_take_rows = _move(lambda _, result: 2 * sum_bytes(result))
+"""Reads as many values as it writes."""
+_put_rows = _move(lambda args, _: 3 * sum_bytes(args["values"]), _SORT_KERNELS)
+"""Reads values and adds them to the destination; positions are sorted first."""
+
+
 def _copy(args: Arguments, _result: Any) -> Work:
     target, source = args["self"], args["src"]
     return Work(
         MEMORY_BOUND,
         shape=tuple(target.shape),
-        num_bytes=sum_bytes((target, source)),
+        num_bytes=sum_bytes(target, source),
         num_indexed=count_indexed((source,), target),
     )
 
 
 def _cat(_args: Arguments, result: Any) -> Work:
     """Every value looks up its source in the list."""
-    moved = 2 * sum_bytes((result,))
     return Work(
-        MEMORY_BOUND, shape=tuple(result.shape), num_bytes=moved, num_indexed=float(result.numel())
+        MEMORY_BOUND,
+        shape=tuple(result.shape),
+        num_bytes=2 * sum_bytes(result),
+        num_indexed=float(result.numel()),
     )
 
 
 def _copy_shards(args: Arguments, _result: Any) -> Work:
     """Copies into this rank's part of the all-gather buffer."""
     given = args["all_gather_inputs"]
-    moved = 2 * sum_bytes(list_tensors(given))
-    return Work(MEMORY_BOUND, num_bytes=moved, num_tensors=len(given))
-
-
-def _take_rows(_args: Arguments, result: Any) -> Work:
-    """Reads as many values as it writes."""
-    return Work(MEMORY_BOUND, num_bytes=2 * sum_bytes(list_tensors(result)))
-
-
-def _put_rows(args: Arguments, _result: Any) -> Work:
-    """Reads values and adds them to the destination; positions are sorted first."""
-    values = sum_bytes(list_tensors(args["values"]))
-    return Work(MEMORY_BOUND, num_bytes=3 * values, num_kernels=_SORT_KERNELS)
-
-
-_SORT_KERNELS = 6
-"""Of a sort by keys and the sums after it in Embedding.cu and Indexing.cu."""
-
-
-def _add_embeddings(args: Arguments, result: Any) -> Work:
-    moved = 2 * sum_bytes(list_tensors(args["grad_output"])) + sum_bytes(list_tensors(result))
-    return Work(MEMORY_BOUND, num_bytes=moved, num_kernels=_SORT_KERNELS + 1)
+    return Work(MEMORY_BOUND, num_bytes=2 * sum_bytes(given), num_tensors=len(given))
 
 
 def _slice_backward(args: Arguments, result: Any) -> Work:
     """The gradient of a slice: zeros are written, then the slice is copied into them."""
     part = args["grad_output"]
-    moved = sum_bytes((result,)) + 2 * sum_bytes((part,))
-    indexed = float(part.numel())
-    return Work(MEMORY_BOUND, num_bytes=moved, num_indexed=indexed, num_kernels=2.0)
+    moved = sum_bytes(result) + 2 * sum_bytes(part)
+    return Work(MEMORY_BOUND, num_bytes=moved, num_indexed=float(part.numel()), num_kernels=2.0)
 
 
 def _read_value(args: Arguments, _result: Any) -> Work:
-    return Work(MEMORY_BOUND, num_bytes=sum_bytes(list_tensors(tuple(args.values()))), waits=True)
+    return Work(MEMORY_BOUND, num_bytes=sum_bytes(args), waits=True)
 
 
-_SPECIAL: dict[str, Callable[[Arguments, Any], Work]] = COMPUTE_WORK | {
+SPECIAL_WORK: dict[str, _Describe] = {
+    "aten::mm": _multiply,
+    "aten::addmm": _multiply,
+    "aten::_addmm_activation": _multiply,
+    "aten::addmm.out": _multiply,
+    "aten::mm.out": _multiply,
+    ADDED_PRODUCT: _add_product,
+    "aten::bmm": _multiply,
+    "aten::baddbmm": _multiply,
+    "aten::_scaled_mm": _multiply_fp8,
+    "bitsandbytes::int8_scaled_mm": _multiply_int8,
+    "bitsandbytes::int8_mixed_scaled_mm": _multiply_int8,
+    "bitsandbytes::int8_linear_matmul": _multiply_int8,
+    "bitsandbytes::int8_vectorwise_quant": _round_int8,
+    "bitsandbytes::int8_double_quant": _round_int8,
+    "bitsandbytes::dequantize_4bit": _dequantize,
+    "bitsandbytes::dequantize_4bit.out": _dequantize,
+    "bitsandbytes::gemm_4bit": _multiply_4bit,
+    "bitsandbytes::optimizer_update_8bit_blockwise": _update_8bit,
+    "aten::_scaled_dot_product_cudnn_attention": _attend,
+    "aten::_scaled_dot_product_cudnn_attention_backward": _attend,
+    "aten::_scaled_dot_product_flash_attention": _attend,
+    "aten::_scaled_dot_product_flash_attention_backward": _attend,
+    "aten::_scaled_dot_product_efficient_attention": _attend,
+    "aten::_scaled_dot_product_efficient_attention_backward": _attend,
+    "torch_attn::_varlen_attn": _attend_documents,
+    "torch_attn::_varlen_attn_backward": _attend_documents,
+    "aten::_fused_adamw_": _update_fused,
+    "aten::_fused_adam_": _update_fused,
     "fsdp::all_gather_copy_in": _copy_shards,
     "aten::_safe_softmax": _safe_softmax,
     "aten::_softmax_backward_data": _softmax_backward,
@@ -555,7 +541,10 @@ _SPECIAL: dict[str, Callable[[Arguments, Any], Work]] = COMPUTE_WORK | {
     "aten::gather": _take_rows,
     "aten::nll_loss_forward": _write(lambda args, _: args["target"]),
     "aten::nll_loss_backward": _write(lambda _, result: result, num_kernels=2),
-    "aten::embedding_dense_backward": _add_embeddings,
+    "aten::embedding_dense_backward": _move(
+        lambda args, result: 2 * sum_bytes(args["grad_output"]) + sum_bytes(result),
+        _SORT_KERNELS + 1,
+    ),
     "aten::slice_backward": _slice_backward,
     "aten::select_backward": _slice_backward,
     "aten::index_put_": _put_rows,

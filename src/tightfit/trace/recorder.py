@@ -8,7 +8,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -20,7 +20,6 @@ from tightfit.trace.concrete_values import ConcreteValues
 from tightfit.trace.gpu_emulation import GpuEmulation
 from tightfit.trace.kernel_stubs import LAUNCH_LISTENERS
 from tightfit.trace.operation_work import OperationCollector, OperationContext, describe_launch
-from tightfit.trace.operations import RECOMPUTE, TRITON
 from tightfit.trace.recording import (
     ACTIVATIONS,
     COMMUNICATION,
@@ -31,6 +30,7 @@ from tightfit.trace.recording import (
     Recording,
     repeat_events,
 )
+from tightfit.trace.result import RECOMPUTE, TRITON
 
 _WRAPPERS = ("torch._compile", "torch._dynamo")
 """torch modules on the call stack between an operation and a dispatch mode."""
@@ -103,24 +103,6 @@ MOST_REPEATED = 3
 """Identical micro-batches in a row whose allocations are recorded."""
 
 
-@dataclass(slots=True)
-class _OpenAllocation:
-    """An allocation while it is recorded; its category is known only at its end."""
-
-    num_bytes: int
-    op: str
-    module: str
-    stage: str
-    step: int
-    layer: int | None
-    shape: tuple[int, ...]
-    dtype: str
-    category: str | None = None
-    stream: int = 0
-    end_stage: str | None = None
-    """The stage in which it was freed, if in the same step."""
-
-
 class RecorderPosition(NamedTuple):
     """A position in a recording."""
 
@@ -152,7 +134,10 @@ class Recorder(TorchDispatchMode):
         self._shadows = ConcreteValues()
         self.notes = OperationCollector(vocab_size=vocab_size)
         """The operations of the last step."""
-        self._drafts: list[_OpenAllocation] = []
+        self._drafts: list[Allocation] = []
+        """Their category is often known only at their end: empty until then."""
+        self._ends: dict[int, str] = {}
+        """Stages in which allocations were freed, if in the step that made them."""
         self._events: list[int] = []
         self._live: dict[int, int] = {}
         self._emptied: dict[int, int] = {}
@@ -187,23 +172,27 @@ class Recorder(TorchDispatchMode):
             if storage._cdata not in self._live:
                 self._begin(storage, "", tensor)
             if storage._cdata in self._live:  # an empty shard has no memory
-                draft = self._drafts[self._live[storage._cdata]]
-                draft.category, draft.op = category, ""
+                self._change(self._live[storage._cdata], category=category, op="")
 
     def mark(self, tensors: Iterable[torch.Tensor], category: str) -> None:
         """Set the category of tensors that were recorded without one."""
         for tensor in tensors:
             index = self._live.get(tensor.untyped_storage()._cdata)
-            if index is not None and self._drafts[index].category in (None, COMMUNICATION):
-                self._drafts[index].category = category
+            if index is not None and self._drafts[index].category in ("", COMMUNICATION):
+                self._change(index, category=category)
+
+    def _change(self, index: int, **fields: Any) -> None:
+        self._drafts[index] = replace(self._drafts[index], **fields)
 
     @contextmanager
-    def in_stage(self, stage: str) -> Iterator[None]:
-        before, self.stage = self.stage, stage
+    def setting(self, name: str, value: Any) -> Iterator[None]:
+        """Set an attribute inside the block."""
+        before = getattr(self, name)
+        setattr(self, name, value)
         try:
             yield
         finally:
-            self.stage = before
+            setattr(self, name, before)
 
     def position(self) -> RecorderPosition:
         return RecorderPosition(len(self._events), self.notes.position())
@@ -242,21 +231,25 @@ class Recorder(TorchDispatchMode):
         return self.notes.repeat(since.operation, times)
 
     def _repeat(self, events: list[int], again: list[int]) -> None:
-        made = [self._drafts[event - 1] for event in events if event > 0]
-        self._drafts.extend(replace(draft, step=self.step) for draft in made)
+        for event in events:
+            if event > 0:
+                if event - 1 in self._ends:
+                    self._ends[len(self._drafts)] = self._ends[event - 1]
+                self._drafts.append(replace(self._drafts[event - 1], step=self.step))
         self._events.extend(again)
 
     def mark_stage(self) -> None:
         """Record an empty allocation, so that the stage has a peak even if it allocates nothing."""
-        index = self._add(0, "", (), "uint8")
-        self._drafts[index].category = TEMPORARY
-        self._free([index])
+        self._free([self._add(0, "", (), "uint8", category=TEMPORARY)])
 
     def finish(self) -> Recording:
         """Return the recording and stop."""
         self._is_open = False
         return Recording(
-            allocations=[self._settle(draft) for draft in self._drafts],
+            allocations=[
+                draft if draft.category else replace(draft, category=self._judge(index, draft))
+                for index, draft in enumerate(self._drafts)
+            ],
             events=self._events,
             operations=self.notes.finish(),
         )
@@ -318,14 +311,11 @@ class Recorder(TorchDispatchMode):
         for index in self._allocate_workspace(
             self._emulation.persistent_blocks(func, args, thread), func
         ):
-            self._drafts[index].layer = None  # it belongs to no layer
+            self._change(index, layer=None)
 
     def _allocate_workspace(self, sizes: list[int], func: Any) -> list[int]:
         """Blocks that the kernel needs beside its results."""
-        workspace = [self._add(size, str(func), (size,), "uint8") for size in sizes]
-        for index in workspace:
-            self._drafts[index].category = TEMPORARY
-        return workspace
+        return [self._add(size, str(func), (size,), "uint8", category=TEMPORARY) for size in sizes]
 
     def _free(self, workspace: list[int]) -> None:
         self._events.extend(-(index + 1) for index in workspace)
@@ -358,20 +348,22 @@ class Recorder(TorchDispatchMode):
         self._live[key] = index
         weakref.finalize(storage, self._end, key, index)
 
-    def _add(self, size: int, op: str, shape: tuple[int, ...], dtype: str) -> int:
+    def _add(
+        self, size: int, op: str, shape: tuple[int, ...], dtype: str, *, category: str = ""
+    ) -> int:
         index = len(self._drafts)
         self._drafts.append(
-            _OpenAllocation(
-                size,
-                op,
-                self.module_names[-1],
-                self.stage,
-                self.step,
-                self.layer,
-                shape,
-                dtype,
-                self.purpose,
-                self._number_stream(),
+            Allocation(
+                num_bytes=size,
+                op=op,
+                module=self.module_names[-1],
+                stage=self.stage,
+                step=self.step,
+                layer=self.layer,
+                shape=shape,
+                dtype=dtype,
+                category=category or self.purpose or "",
+                stream=self._number_stream(),
             )
         )
         self._events.append(index + 1)
@@ -392,8 +384,10 @@ class Recorder(TorchDispatchMode):
             return
         for ended in (*reversed(self._followers.pop(index, [])), index):
             self._events.append(-(ended + 1))
-            draft = self._drafts[ended]
-            draft.end_stage = self.stage if draft.step == self.step else None
+            if self._drafts[ended].step == self.step:
+                self._ends[ended] = self.stage
+            else:
+                self._ends.pop(ended, None)
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """FSDP frees and remakes gathered parameters by resizing their storage."""
@@ -410,27 +404,14 @@ class Recorder(TorchDispatchMode):
             self._live[key] = new
             weakref.finalize(storage, self._end, key, new)
 
-    def _settle(self, draft: _OpenAllocation) -> Allocation:
-        return Allocation(
-            num_bytes=draft.num_bytes,
-            op=draft.op,
-            module=draft.module,
-            stage=draft.stage,
-            step=draft.step,
-            layer=draft.layer,
-            shape=draft.shape,
-            dtype=draft.dtype,
-            category=draft.category or self._judge(draft),
-            stream=draft.stream,
-        )
-
-    def _judge(self, draft: _OpenAllocation) -> str:
+    def _judge(self, index: int, draft: Allocation) -> str:
         """The category of an allocation, by where it began and ended."""
+        end_stage = self._ends.get(index)
         if draft.stage == "load":
-            return TEMPORARY if draft.end_stage == "load" else WEIGHTS
+            return TEMPORARY if end_stage == "load" else WEIGHTS
         if draft.shape and draft.shape[-1] == self._vocab_size and draft.stage != "update":
             return LOGITS
-        if draft.stage == "forward" and draft.end_stage != "forward":
+        if draft.stage == "forward" and end_stage != "forward":
             return ACTIVATIONS
         return TEMPORARY
 

@@ -8,13 +8,11 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
-from typing import Protocol
+from itertools import accumulate, groupby
 
-from tightfit.core.memory_peak import Peak, PeakTensor
-from tightfit.trace.caching_allocator import find_peak, round_block
-from tightfit.trace.operations import OperationLog
-from tightfit.trace.result import Timeline, TracedStage
+from tightfit.core.profiles import Peak, PeakTensor
+from tightfit.trace.caching_allocator import CachingAllocator, find_peak, round_block
+from tightfit.trace.result import OperationLog, Timeline, TracedStage
 
 WEIGHTS = "weights"
 GRADIENTS = "gradients"
@@ -136,19 +134,6 @@ _STAGE_ORDER = ("load", "first step", "steady step", "eval", "save", "generate",
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
-class AllocatorModel(Protocol):
-    """The interface that `list_stage_peaks` needs."""
-
-    def allocate(self, key: int, num_bytes: int, /, *, stream: int) -> None: ...
-
-    def free(self, key: int, /) -> None: ...
-
-    def release_cached(self) -> None: ...
-
-    @property
-    def reserved_bytes(self) -> int: ...
-
-
 def name_stage(allocation: Allocation) -> str:
     """`load`, `first step`, `steady step`, `eval` and so on: a `TracedStage`'s name."""
     if allocation.stage not in _STEP_STAGES:
@@ -173,7 +158,12 @@ def describe_peak(recording: Recording) -> Peak:
     if not recording.events:
         return Peak(stage="", op="", module="", components={}, tensors=())
     _, at = find_peak(sizes, recording.events)
-    live = _list_live(recording.events[: at + 1])
+    live: dict[int, None] = {}
+    for event in recording.events[: at + 1]:
+        if event > 0:
+            live[event - 1] = None
+        else:
+            live.pop(-event - 1, None)
     last = recording.allocations[abs(recording.events[at]) - 1]
     sums: Counter[str] = Counter()
     for index in live:
@@ -187,7 +177,7 @@ def describe_peak(recording: Recording) -> Peak:
     )
 
 
-def list_stage_peaks(recording: Recording, allocator: AllocatorModel) -> tuple[TracedStage, ...]:
+def list_stage_peaks(recording: Recording, allocator: CachingAllocator) -> tuple[TracedStage, ...]:
     """The most that was allocated and reserved in each stage, in the order of a job.
 
     `allocator` is a fresh model of torch's, without a limit. What earlier stages left live
@@ -230,7 +220,7 @@ def build_timeline(recording: Recording, *, max_points: int = MOST_POINTS) -> Ti
     places = [place for place, moment in enumerate(moments) if moment]
     if sum(1 for _ in groupby(moments[place] for place in places)) > MOST_MOMENTS:
         moments = [moment.partition(",")[0] for moment in moments]
-    totals = _list_totals(sizes, recording.events)
+    totals = list(accumulate(sizes[e - 1] if e > 0 else -sizes[-e - 1] for e in recording.events))
     kept: list[int] = []
     stages: list[tuple[int, str]] = []
     for moment, column in _downsample(places, moments, totals, max_points=max_points):
@@ -245,16 +235,6 @@ def build_timeline(recording: Recording, *, max_points: int = MOST_POINTS) -> Ti
         bytes=tuple(tuple(rows[place]) for place in shown),
         stages=tuple(stages),
     )
-
-
-def _list_live(events: Sequence[int]) -> list[int]:
-    live: dict[int, None] = {}
-    for event in events:
-        if event > 0:
-            live[event - 1] = None
-        else:
-            live.pop(-event - 1, None)
-    return list(live)
 
 
 def _group(live: Sequence[tuple[Allocation, int]]) -> tuple[PeakTensor, ...]:
@@ -300,14 +280,6 @@ def _list_moments(recording: Recording) -> Iterator[str]:
             is_late = allocation.stage in _STEP_STAGES and allocation.step > LAST_STEP
             moment = "" if is_late else name_moment(allocation)
         yield moment
-
-
-def _list_totals(sizes: Sequence[int], events: Sequence[int]) -> list[int]:
-    live, totals = 0, []
-    for event in events:
-        live += sizes[event - 1] if event > 0 else -sizes[-event - 1]
-        totals.append(live)
-    return totals
 
 
 def _downsample(

@@ -1,11 +1,13 @@
-"""TracedMemory and TracedTime: the results of a trace. The shape on disk and under `--json`."""
+"""Results of a trace: TracedMemory, TracedTime, and OperationLog. Imports no torch."""
 
 from __future__ import annotations
 
-from pydantic import NonNegativeFloat, NonNegativeInt
+from collections.abc import Iterator, Sequence
+
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from tightfit.core.frozen import FiniteFrozen
-from tightfit.core.memory_peak import Peak
+from tightfit.core.profiles import Peak
 
 
 class TracedTime(FiniteFrozen):
@@ -63,3 +65,140 @@ class TracedMemory(FiniteFrozen):
     """Duration of the trace."""
     versions: dict[str, str]
     """Versions of the libraries that ran."""
+
+
+# OperationLog: every operation of one traced step, with its work. Imports no torch.
+
+MATMUL = "matmul"
+ATTENTION = "attention"
+MEMORY_BOUND = "memory_bound"
+LOSS = "loss"
+DEQUANTIZE = "dequantize"
+OPTIMIZER = "optimizer"
+COMMUNICATION = "communication"
+HOST = "host"
+"""Views and empty tensors: no work for the device."""
+TRITON = "triton::kernel"
+"""The name of every triton kernel."""
+
+ADAPTER, AGAIN, SHARD = "adapter", "again", "shard"
+"""Python that runs around an operation: peft's in a LoRA layer, the start of a recomputed layer,
+FSDP's hooks around a collective."""
+ADDED_PRODUCT = "aten::addmm_"
+"""In-place product: the last one of a fused LoRA layer, forward and backward."""
+
+FORWARD, BACKWARD, RECOMPUTE, UPDATE = "forward", "backward", "recompute", "update"
+STAGES = (FORWARD, RECOMPUTE, BACKWARD, UPDATE)
+
+
+class Operation(FiniteFrozen):
+    """One call of an operation, or the mean of `count` similar calls."""
+
+    name: str
+    """`aten::mm`, `bitsandbytes::dequantize_4bit`, `triton::kernel`."""
+    kind: str
+    stage: str
+    dtype: str = ""
+    """Of the arithmetic, by its name in `core.dtypes`, else by torch's."""
+    shape: tuple[int, ...] = ()
+    """Products: m, n, k, number of products. Attention: head width, mean sequence length, 1 if
+    causal, 1 if backward. Optimizers and dequantization: the number of values."""
+    flops: NonNegativeFloat = 0.0
+    """Masked pairs included, as `torch.utils.flop_counter` counts them."""
+    num_bytes: NonNegativeFloat = 0.0
+    """Read and written."""
+    num_indexed: NonNegativeFloat = 0.0
+    """Values whose addresses are computed one by one. Products: those of unaligned operands."""
+    num_kernels: NonNegativeFloat = 0.0
+    num_tensors: NonNegativeFloat = 1.0
+    """Tensors in the list of a `_foreach` operation."""
+    num_calls: NonNegativeFloat = 1.0
+    """Operations that the host issues; more than one where a library's operation is composed."""
+    around: str = ""
+    """Python that runs around it, if any."""
+    waits: bool = False
+    """Whether the host reads a value and so waits for the device."""
+    count: PositiveInt = 1
+
+
+class RepeatedOperations(FiniteFrozen):
+    """A run of operations, and how often it is repeated."""
+
+    layer: NonNegativeInt | None = None
+    """The decoder layer that began the run, which lasts until the next layer begins."""
+    operations: tuple[NonNegativeInt, ...]
+    """Indices into the log's table."""
+    count: PositiveInt = 1
+
+
+class OperationLog(FiniteFrozen):
+    """One steady step: forward, backward and update, in call order."""
+
+    operations: tuple[Operation, ...]
+    """Each once."""
+    stretches: tuple[RepeatedOperations, ...]
+
+    def walk(self) -> Iterator[Operation]:
+        """Every call; those of an update are summed, and appear once with their count."""
+        table = self.operations
+        for run in self.stretches:
+            for _ in range(run.count):
+                for index in run.operations:
+                    yield table[index]
+
+    def shortened(self) -> OperationLog:
+        """The same calls; identical layers appear once, with their number."""
+        found: list[RepeatedOperations] = []
+        for one in self.stretches:
+            if found and found[-1].operations == one.operations:
+                count = found[-1].count + one.count
+                found[-1] = RepeatedOperations(operations=one.operations, count=count)
+            else:
+                found.append(one.model_copy(update={"layer": None}))
+        return OperationLog(operations=self.operations, stretches=tuple(found))
+
+    def count_calls(self) -> list[int]:
+        """How often each operation of the table occurs in the step."""
+        counts = [0] * len(self.operations)
+        for run in self.stretches:
+            for index in run.operations:
+                counts[index] += run.count
+        return counts
+
+    def sum_flops(self) -> float:
+        times = self.count_calls()
+        return sum(
+            calls * one.count * one.flops for calls, one in zip(times, self.operations, strict=True)
+        )
+
+
+_SUMMED = ("flops", "num_bytes", "num_indexed", "num_kernels", "num_tensors", "num_calls")
+
+
+def list_totals(one: Operation) -> list[float]:
+    """Sums over its calls; the first is their number."""
+    values = one.shape[0] if one.shape else 0
+    each = [*(getattr(one, name) for name in _SUMMED), values]
+    return [float(one.count), *(one.count * value for value in each)]
+
+
+def from_totals(like: Operation, totals: Sequence[float]) -> Operation:
+    """The mean of calls with these sums."""
+    count = max(1, round(totals[0]))
+    means = [total / count for total in totals[1:]]
+    changes = dict(zip(_SUMMED, means, strict=False))
+    shape = (round(means[-1]),) if like.shape else ()
+    return like.model_copy(update={**changes, "shape": shape, "count": count})
+
+
+def sum_up(calls: Sequence[Operation]) -> list[Operation]:
+    """Calls of an update, summed by operation: their order does not matter."""
+    found: dict[tuple[str, str, str, bool], list[Operation]] = {}
+    for one in calls:
+        found.setdefault((one.name, one.kind, one.dtype, one.waits), []).append(one)
+    return [
+        from_totals(
+            group[0], [sum(column) for column in zip(*map(list_totals, group), strict=True)]
+        )
+        for group in found.values()
+    ]

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import NamedTuple
 
 from tightfit.core.dtypes import Dtype
-from tightfit.core.optimizers import EIGHT_BIT_SECONDS_PER_PARAM
-from tightfit.core.strategy import Optimizer, Strategy
+from tightfit.core.optimizers import EIGHT_BIT_SECONDS_PER_PARAM, Optimizer
+from tightfit.core.strategy import Strategy
 from tightfit.hardware import rates as eff
 from tightfit.hardware.rates import bandwidth_at, find_fp8_matmul_table, find_matmul_table
 from tightfit.hardware.types import FP8_EXACT, FP8_KINDS, Gpu
-from tightfit.trace.operations import (
+from tightfit.trace.result import (
     ADAPTER,
     ADDED_PRODUCT,
     AGAIN,
@@ -34,8 +34,8 @@ from tightfit.trace.operations import (
     Operation,
     OperationLog,
     RepeatedOperations,
+    TracedTime,
 )
-from tightfit.trace.result import TracedTime
 
 VIEW_WEIGHT = 0.25
 """A view, relative to an operation that launches a kernel: most are made inside another call."""
@@ -197,14 +197,12 @@ def estimate_traced_time(
         seconds_per_step=simulation.end,
         stages=simulation.stages,
         components={**causes, LAUNCH: max(0.0, simulation.end - sum(causes.values()))},
-        host_seconds=_weigh(times, (cost.host for cost in costs)),
-        device_seconds=_weigh(times, (cost.work + cost.gaps for cost in costs)),
+        host_seconds=sum(n * cost.host for n, cost in zip(times, costs, strict=True)),
+        device_seconds=sum(
+            n * (cost.work + cost.gaps) for n, cost in zip(times, costs, strict=True)
+        ),
         flops=log.sum_flops(),
     )
-
-
-def _weigh(times: Sequence[int], seconds: Iterable[float]) -> float:
-    return sum(count * each for count, each in zip(times, seconds, strict=True))
 
 
 def _slow_down(
@@ -253,19 +251,20 @@ class _QueueSimulation:
             for place in run.operations:
                 self._run(self.operations[place], self.costs[place])
             taken = [after - at for after, at in zip(self._read(), start, strict=True)]
-            if self.device - self.host >= lead - SAME_SECONDS and _are_alike(taken, before):
-                self._add(taken, times=run.count - done)
+            is_same = bool(before) and all(
+                abs(a - b) < SAME_SECONDS for a, b in zip(taken, before, strict=True)
+            )
+            if is_same and self.device - self.host >= lead - SAME_SECONDS:
+                host, device, end, *stages = ((run.count - done) * each for each in taken)
+                self.host, self.device = self.host + host, self.device + device
+                self.end += end
+                for name, each in zip(self.stages, stages, strict=True):
+                    self.stages[name] += each
                 return
             before = taken
 
     def _read(self) -> list[float]:
         return [self.host, self.device, self.end, *self.stages.values()]
-
-    def _add(self, taken: Sequence[float], *, times: int) -> None:
-        host, device, end, *stages = (times * each for each in taken)
-        self.host, self.device, self.end = self.host + host, self.device + device, self.end + end
-        for name, each in zip(self.stages, stages, strict=True):
-            self.stages[name] += each
 
     def _run(self, one: Operation, cost: _Cost) -> None:
         start = self.host
@@ -280,12 +279,6 @@ class _QueueSimulation:
             self.host = self.device = end
         self.stages[one.stage] += end - self.end
         self.end = end
-
-
-def _are_alike(taken: Sequence[float], before: Sequence[float]) -> bool:
-    if not before:
-        return False
-    return all(abs(a - b) < SAME_SECONDS for a, b in zip(taken, before, strict=True))
 
 
 def _cause(one: Operation) -> str:

@@ -5,25 +5,22 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from threading import Timer
-from typing import IO, Any
+from typing import Any
 
 from pydantic import ValidationError
 
+from tightfit.core.child_process import ChildProcess
 from tightfit.core.errors import UserError
 from tightfit.core.files import cache_folder, write_atomic
 from tightfit.core.frozen import Frozen
-from tightfit.trace.operations import OperationLog
-from tightfit.trace.result import TracedMemory
+from tightfit.trace.result import OperationLog, TracedMemory
 
 PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "liger-kernel", "pydantic")
 """Whose versions decide what a step allocates."""
@@ -77,45 +74,31 @@ class Tracer:
         if not jobs:
             return
         num_left = len(jobs)
-        with tempfile.TemporaryFile() as stderr:
-            try:
-                process = self._start(jobs, stderr)
-            except OSError as error:
-                yield from [
-                    TraceResponse(problem=f"the tracer cannot be started: {error}")
-                ] * num_left
-                return
-            alarm = Timer(self.timeout_seconds, process.kill)
-            alarm.start()
-            try:
-                for line in process.stdout or ():
-                    yield _parse(line)
-                    num_left -= 1
-                process.wait()
-            finally:
-                alarm.cancel()
-                process.kill()
-                process.wait()
-                if process.stdout is not None:
-                    process.stdout.close()
-            stderr.seek(0)
-            died = TraceResponse(problem=_describe_exit(process.returncode, stderr.read()))
-        yield from [died] * num_left
-
-    def _start(self, jobs: Sequence[Mapping[str, Any]], stderr: IO[bytes]) -> subprocess.Popen[str]:
-        lines = "".join(json.dumps(job) + "\n" for job in jobs)
-        with tempfile.TemporaryFile("w+", encoding="utf-8") as questions:
-            questions.write(lines)
-            questions.seek(0)
-            return subprocess.Popen(
+        try:
+            child = ChildProcess(
                 [sys.executable, "-m", self.module, str(os.getpid())],
-                stdin=questions,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                text=True,
                 env={**os.environ, **_ENVIRONMENT},
-                start_new_session=True,  # Ctrl-C reaches only us, and we end the tracer
+                limit_seconds=self.timeout_seconds,
             )
+        except OSError as error:
+            yield from [TraceResponse(problem=f"the tracer cannot be started: {error}")] * num_left
+            return
+        with child:
+            for job in jobs:
+                child.send(job)
+            child.close_stdin()
+            for message in child:
+                try:
+                    yield TraceResponse.model_validate_json(json.dumps(message))
+                except ValidationError:
+                    yield TraceResponse(problem="the tracer's response cannot be read")
+                num_left -= 1
+            code = child.wait() or 0
+            # A kill usually comes from the kernel (out of memory) or from the time limit.
+            problem = f"the tracer was killed (signal {-code})"
+            if code >= 0:
+                problem = f"the tracer ended with {code}: {child.last_line or 'no message'}"
+        yield from [TraceResponse(problem=problem)] * num_left
 
     def _recall(self, job: Mapping[str, Any]) -> TraceResponse | None:
         if not self.uses_cache:
@@ -135,7 +118,11 @@ class Tracer:
             write_atomic(path, answer.model_dump_json())
         except (OSError, UserError) as error:  # a trace can be repeated
             if not self.write_errors:
-                self.write_errors.append(_describe_write_error(error))
+                problem = (
+                    error.problem if isinstance(error, UserError) else str(error.strerror or error)
+                )
+                where = getattr(error, "filename", None)
+                self.write_errors.append(f"{where}: {problem}" if where else problem)
 
 
 _ENVIRONMENT = {
@@ -180,24 +167,3 @@ def _hash_own_code() -> str:
             stat = path.stat()
             digest.update(f"{path.relative_to(root)} {stat.st_size} {stat.st_mtime_ns}".encode())
     return digest.hexdigest()
-
-
-def _describe_write_error(error: OSError | UserError) -> str:
-    said = error.problem if isinstance(error, UserError) else f"{error.strerror or error}"
-    where = getattr(error, "filename", None)
-    return f"{where}: {said}" if where else said
-
-
-def _parse(line: str) -> TraceResponse:
-    try:
-        return TraceResponse.model_validate_json(line)
-    except ValidationError:
-        return TraceResponse(problem="the tracer's response cannot be read")
-
-
-def _describe_exit(code: int, stderr: bytes) -> str:
-    """A kill usually comes from the kernel (out of memory) or from the time limit."""
-    if code < 0:
-        return f"the tracer was killed (signal {-code})"
-    last = (stderr.decode("utf-8", "replace").strip().splitlines() or ["no message"])[-1]
-    return f"the tracer ended with {code}: {last[:200]}"

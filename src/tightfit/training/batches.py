@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING
+from itertools import islice
 
 import numpy as np
 import torch
@@ -16,10 +16,6 @@ import torch
 from tightfit.data.packing import pack_best_fit
 from tightfit.data.token_store import EncodedRow, StoreDescription, TokenStore, epoch_rows
 from tightfit.training.distributed import DistContext
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
 
 Item = tuple[int, ...]
 """Indices of the rows that share one sequence: one row, or several packed ones."""
@@ -62,8 +58,8 @@ class BatchSampler:
         self._is_packed = is_packed
         self._seed = seed
         self._shuffle = shuffle
-        self.num_items = len(self._items(0))
-        self.steps_per_epoch = -(-self.num_items // effective_batch)
+        self._items = lru_cache(maxsize=4)(self._list_items)
+        self.steps_per_epoch = -(-len(self._items(0)) // effective_batch)
 
     def count_steps(self, num_epochs: float) -> int:
         """Optimizer steps of that many epochs, rounded up."""
@@ -82,7 +78,7 @@ class BatchSampler:
             step=step,
             micro_batches=tuple(chunks[rank::world_size]),
             num_tokens=sum(map(self._count_tokens, items)),
-            num_trained_tokens=sum(map(self.count_trained, items)),
+            num_trained_tokens=sum(int(self.store.num_trained[list(item)].sum()) for item in items),
         )
 
     def longest(self, micro_batch: int) -> tuple[Item, ...]:
@@ -101,9 +97,6 @@ class BatchSampler:
         """File and row of each text of a step, of all ranks, for messages."""
         return [self.store.place(row) for item in self._items_of(step) for row in item]
 
-    def count_trained(self, item: Item) -> int:
-        return int(self.store.num_trained[list(item)].sum())
-
     def _count_tokens(self, item: Item) -> int:
         return int(self.store.lengths[list(item)].sum())
 
@@ -112,28 +105,18 @@ class BatchSampler:
         start = index * self.effective_batch
         return self._items(epoch)[start : start + self.effective_batch]
 
-    def _items(self, epoch: int) -> list[Item]:
-        return _epoch_items(self, epoch)
-
-    def list_items(self, epoch: int) -> list[Item]:
-        """The epoch's sequences in order; `_items` caches them."""
+    def _list_items(self, epoch: int) -> list[Item]:
+        """The epoch's sequences in order."""
         rows = epoch_rows(self.store, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
         if not self._is_packed:
             return [(int(row),) for row in rows]
         packs = pack_best_fit(self.store.lengths[rows].tolist(), self._seq_len)
         packed = [tuple(int(rows[index]) for index in pack) for pack in packs]
-        # Best fit returns the packs sorted by their longest row.
-        return [packed[index] for index in self._order(len(packed), epoch)]
-
-    def _order(self, size: int, epoch: int) -> NDArray[np.int64]:
         if not self._shuffle:
-            return np.arange(size)
-        return np.random.default_rng((self._seed, epoch, 1)).permutation(size)
-
-
-@lru_cache(maxsize=4)
-def _epoch_items(sampler: BatchSampler, epoch: int) -> list[Item]:
-    return sampler.list_items(epoch)
+            return packed
+        # Best fit returns the packs sorted by their longest row.
+        order = np.random.default_rng((self._seed, epoch, 1)).permutation(len(packed))
+        return [packed[index] for index in order]
 
 
 Batch = dict[str, torch.Tensor]
@@ -168,7 +151,8 @@ def collate_packed(sequences: Sequences, *, pad_token_id: int) -> Batch:
     There is no attention mask: attention finds the boundaries from the positions. Padding at the
     end is one more row, without loss.
     """
-    shape = (len(sequences), max(_count_tokens(sequence) for sequence in sequences))
+    lengths = [sum(len(row.tokens) for row in sequence) for sequence in sequences]
+    shape = (len(sequences), max(lengths))
     batch = _empty_batch(shape, pad_token_id)
     batch["position_ids"] = torch.zeros(shape, dtype=torch.long)
     for index, sequence in enumerate(sequences):
@@ -218,10 +202,6 @@ def _make_mask(lengths: list[int]) -> torch.Tensor:
     return (torch.arange(max(lengths))[None] < torch.tensor(lengths)[:, None]).long()
 
 
-def _count_tokens(sequence: Sequence[EncodedRow]) -> int:
-    return sum(len(row.tokens) for row in sequence)
-
-
 def _write_row(batch: Batch, index: int, start: int, row: EncodedRow) -> None:
     end = start + len(row.tokens)
     tokens = torch.from_numpy(row.tokens.astype("int64"))
@@ -244,7 +224,7 @@ class StepBatches:
 
     items: StepItems
     batches: list[Batch]
-    wait_seconds: float
+    wait_seconds: float = 0.0
     """How long the loop waited for them."""
 
 
@@ -277,35 +257,19 @@ class BatchLoader:
 
     def steps(self, start: int, end: int) -> Iterator[StepBatches]:
         """The batches of steps `start` to `end`."""
-        ready: queue.Queue[StepBatches | BaseException] = queue.Queue(maxsize=_NUM_PREFETCHED)
-        has_stopped = threading.Event()
-        work = partial(self._fill, ready, has_stopped, range(start, end))
-        thread = threading.Thread(target=work, name="batches", daemon=True)
-        thread.start()
+        pool = ThreadPoolExecutor(1, thread_name_prefix="batches")
+        steps = iter(range(start, end))
+        first = islice(steps, _NUM_PREFETCHED)
+        ahead = deque(pool.submit(self._make_step, step) for step in first)
         try:
-            for _ in range(start, end):
-                start_time = time.perf_counter()
-                made = ready.get()
-                if isinstance(made, BaseException):
-                    raise made
-                waited = time.perf_counter() - start_time
-                yield StepBatches(items=made.items, batches=made.batches, wait_seconds=waited)
+            while ahead:
+                began = time.perf_counter()
+                made = ahead.popleft().result()
+                waited = time.perf_counter() - began
+                ahead.extend(pool.submit(self._make_step, step) for step in islice(steps, 1))
+                yield replace(made, wait_seconds=waited)
         finally:
-            has_stopped.set()
-
-    def _fill(
-        self,
-        ready: queue.Queue[StepBatches | BaseException],
-        has_stopped: threading.Event,
-        steps: range,
-    ) -> None:
-        try:
-            for step in steps:
-                _put(ready, self._make_step(step), has_stopped.is_set)
-                if has_stopped.is_set():
-                    return
-        except BaseException as error:
-            _put(ready, error, has_stopped.is_set)
+            pool.shutdown(wait=False, cancel_futures=True)
 
     def _make_step(self, step: int) -> StepBatches:
         items = self._sampler.deal(
@@ -315,31 +279,17 @@ class BatchLoader:
             micro_batch=self._micro_batch,
         )
         batches = [self._make(chunk) for chunk in items.micro_batches]
-        return StepBatches(items=items, batches=batches, wait_seconds=0.0)
+        return StepBatches(items=items, batches=batches)
 
     def _make(self, items: tuple[Item, ...]) -> Batch:
-        is_spare = not items
+        """A batch; without items, one that has no loss, for a step with too few rows."""
         rows = [self._sampler.rows(item) for item in items or (self._sampler.shortest(),)]
         batch = self._collate(rows)
-        if is_spare:
+        if not items:
             batch = without_loss(batch)
         if self._context.device.type == "cuda":
             return {name: tensor.pin_memory() for name, tensor in batch.items()}
         return batch
-
-
-def _put(
-    ready: queue.Queue[StepBatches | BaseException],
-    made: StepBatches | BaseException,
-    is_over: Callable[[], bool],
-) -> None:
-    """Put into a bounded queue, giving up once the reader has stopped."""
-    while not is_over():
-        try:
-            ready.put(made, timeout=0.2)
-        except queue.Full:
-            continue
-        return
 
 
 def to_device(batch: Batch, context: DistContext) -> Batch:

@@ -1,23 +1,41 @@
-"""Checkpoints: folders written atomically, `step-000040` for the state after step 40."""
+"""What a run saves: checkpoints while it trains (folders written atomically, `step-000040` for the
+state after step 40), and at its end an adapter in peft's format or a model in transformers', with
+the tokenizer, chat template and stop tokens it was trained with.
+"""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, NonNegativeInt, PositiveInt, ValidationError
 from torch.distributed.checkpoint.api import CheckpointException
 
-from tightfit.core.errors import InvalidInputError, SetupError
-from tightfit.core.files import PARTIAL, sync, write_atomic
+from tightfit.core.dtypes import Dtype
+from tightfit.core.errors import InvalidInputError, SetupError, UserError
+from tightfit.core.files import PARTIAL, atomic_folder, partial_path, write_atomic
 from tightfit.core.frozen import Frozen
-from tightfit.core.strategy import Sharding
+from tightfit.core.settings import Method, Sharding
+from tightfit.data.encode import REPORT_FILE
+from tightfit.data.report import DataReport
+from tightfit.data.token_store import TokenStore
+from tightfit.planning.plan import Plan
 from tightfit.runs.run_folder import RunFolder
+from tightfit.runtime.adapters import save_adapter
+from tightfit.runtime.libraries import torch_dtype
+from tightfit.runtime.model_files import copy_tokenizer_files, read_json
 from tightfit.training.distributed import DistContext, broadcast_object
 from tightfit.training.step import TrainEngine
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
 
 _WHOLE_NAME = re.compile(r"step-(\d{6,})")
 _PROGRESS = "progress.json"
@@ -53,21 +71,31 @@ def write_checkpoint(
     If the process is killed meanwhile, the checkpoint before it stays intact.
     """
     folder = run.checkpoints_path / f"step-{progress.step:06d}"
-    partial = folder.with_name(folder.name + (f".rank{context.rank}" if alone else "") + PARTIAL)
     writes = alone or context.is_first
-    is_needed = writes and _open_partial(folder, partial)
-    if not alone:
-        is_needed = broadcast_object(is_needed)
-    if not is_needed:
+    is_needed = writes and not _is_complete(folder)
+    if not (is_needed if alone else broadcast_object(is_needed)):
         return folder
     try:
-        engine.save_state(partial, alone=alone)
-        if writes:
-            _sync_and_list(partial, progress)
-            _publish(partial, folder)
+        # Several ranks may write alone at once: each fills a folder of its own.
+        opened = atomic_folder(folder, is_shared=alone, is_whole=_is_complete)
+        with opened if writes else nullcontext(partial_path(folder)) as partial:
+            if not alone:
+                context.barrier()
+            engine.save_state(partial, alone=alone)
+            if writes:
+                paths = [path for path in sorted(partial.rglob("*")) if path.is_file()]
+                files = {str(path.relative_to(partial)): path.stat().st_size for path in paths}
+                whole = progress.model_copy(update={"files": files})
+                (partial / _PROGRESS).write_text(whole.model_dump_json(indent=2) + "\n")
     except BaseException as error:
-        _clean_up(partial, error, writes=writes)
-        raise
+        cause = find_disk_error(error)
+        if cause is None:
+            raise
+        before = "The one before it is intact." if _list_newest_first(run) else "It is the first."
+        raise SetupError(
+            f"Cannot write the checkpoint {str(folder)!r}: {cause.strerror or cause}. {before}",
+            remedy=f"make room (df -h {run.path}), then start the same command again",
+        ) from error
     if writes:
         prune_checkpoints(run, keep=keep)
     if not alone:
@@ -108,14 +136,14 @@ def read_progress(folder: Path) -> Progress:
 
 def prune_checkpoints(run: RunFolder, *, keep: int) -> None:
     """Remove all but the `keep` newest complete ones, and partial folders."""
-    kept = [folder for folder in _list_newest_first(run) if _is_complete(folder)][:keep]
-    for folder in run.checkpoints_path.iterdir():
-        if folder in kept:
-            continue
-        if folder.name.endswith(PARTIAL):
-            shutil.rmtree(folder, ignore_errors=True)
-        elif _WHOLE_NAME.fullmatch(folder.name):
-            shutil.rmtree(_rename_for_removal(folder), ignore_errors=True)
+    found = _list_newest_first(run)
+    kept = [folder for folder in found if _is_complete(folder)][:keep]
+    for partial in run.checkpoints_path.glob(f"*{PARTIAL}"):
+        shutil.rmtree(partial, ignore_errors=True)
+    for folder in found:
+        if folder not in kept:
+            # Renamed first: an interrupted removal must not leave half a checkpoint.
+            shutil.rmtree(folder.rename(partial_path(folder)), ignore_errors=True)
 
 
 def _list_newest_first(run: RunFolder) -> list[Path]:
@@ -135,58 +163,6 @@ def _is_complete(folder: Path) -> bool:
         return False
 
 
-def _open_partial(folder: Path, partial: Path) -> bool:
-    """Make an empty folder to write into; False if the checkpoint exists already."""
-    if _is_complete(folder):
-        return False
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    except OSError as error:
-        raise _cannot_save(partial, error) from error
-    return True
-
-
-def _sync_and_list(partial: Path, progress: Progress) -> None:
-    """Sync all files to disk and write progress.json, which lists them."""
-    paths = [path for path in sorted(partial.rglob("*")) if path.is_file()]
-    for path in paths:
-        sync(path)
-    files = {str(path.relative_to(partial)): path.stat().st_size for path in paths}
-    whole = progress.model_copy(update={"files": files})
-    write_atomic(partial / _PROGRESS, whole.model_dump_json(indent=2) + "\n")
-    for folder in {path.parent for path in paths}:
-        sync(folder)
-
-
-def _publish(partial: Path, folder: Path) -> None:
-    if folder.exists():
-        # An incomplete one (see `_open_partial`), or another rank was faster.
-        if _is_complete(folder):
-            shutil.rmtree(partial)
-            return
-        _rename_for_removal(folder)  # `prune_checkpoints` removes it
-    partial.rename(folder)
-    sync(folder.parent)
-
-
-def _rename_for_removal(folder: Path) -> Path:
-    """Rename before removal: an interrupted removal must not leave half a checkpoint."""
-    doomed = folder.with_name(folder.name + ".old" + PARTIAL)
-    shutil.rmtree(doomed, ignore_errors=True)
-    folder.rename(doomed)
-    return doomed
-
-
-def _clean_up(partial: Path, error: BaseException, *, writes: bool) -> None:
-    """Free the space of a failed checkpoint; raise a UserError if the disk caused it."""
-    if writes:
-        shutil.rmtree(partial, ignore_errors=True)
-    cause = find_disk_error(error)
-    if cause is not None:
-        raise _cannot_save(partial, cause) from error
-
-
 def find_disk_error(error: BaseException) -> OSError | None:
     """The OSError inside what torch raises: CheckpointException holds one error per rank."""
     if isinstance(error, CheckpointException):
@@ -203,14 +179,109 @@ def find_disk_error(error: BaseException) -> OSError | None:
     return found
 
 
-def _cannot_save(folder: Path, error: OSError) -> SetupError:
-    return SetupError(
-        f"Cannot write the checkpoint {str(folder)!r}: {error.strerror or error}. "
-        f"{_describe_before(folder)}",
-        remedy=f"make room (df -h {folder.parent.parent}), then start the same command again",
-    )
+# The result of a run: an adapter in peft's format or a model in transformers', with the
+# tokenizer, chat template and stop tokens it was trained with.
 
 
-def _describe_before(folder: Path) -> str:
-    found = _list_newest_first(RunFolder(path=folder.parent.parent))
-    return "The one before it is intact." if found else "There is none before it."
+def write_artefact(run: RunFolder, engine: TrainEngine, plan: Plan, context: DistContext) -> Path:
+    """Write `adapter/` or `model/` atomically; call on all ranks, rank 0 writes."""
+    assert plan.training is not None
+    base = Path(plan.training.model_path)
+    is_adapter = plan.strategy.method is Method.LORA
+    folder = run.adapter_path if is_adapter else run.model_path
+    state = engine.trained_state()
+    if context.is_first:
+        try:
+            with atomic_folder(folder) as partial:
+                if is_adapter:
+                    config: Any = engine.model.peft_config["default"]
+                    config.base_model_name_or_path = str(base)
+                    save_adapter(engine.model, partial, state)
+                    # peft's model card is an empty form; the run's report says more.
+                    (partial / "README.md").unlink(missing_ok=True)
+                else:
+                    _write_model(partial, engine.model, state, base, choose_saved_dtype(plan))
+                write_tokenizer_files(run, base, partial)
+        except OSError as error:
+            raise SetupError(
+                f"Cannot write {str(folder)!r}: {error.strerror or error}.",
+                remedy="make room, then start the same command again: it continues from "
+                "the last checkpoint",
+            ) from error
+    context.barrier()
+    return folder
+
+
+def choose_saved_dtype(plan: Plan) -> Dtype:
+    """The dtype of a saved model: as trained, but fp32 master weights are cast to the base's."""
+    weights = plan.strategy.weights
+    if weights is not Dtype.FP32:
+        return weights
+    stored = plan.model.stored_dtype
+    return Dtype.BF16 if stored is None or stored.is_quantized else stored
+
+
+def _write_model(
+    folder: Path, model: Any, state: dict[str, Tensor], base: Path, dtype: Dtype
+) -> None:
+    import transformers
+
+    make_settings: Any = transformers.GenerationConfig
+    wanted = torch_dtype(dtype)
+    cast = {name: value.to(wanted) for name, value in state.items()}
+    state.clear()
+    buffers = {name for name, _ in model.named_buffers()}
+    for name, buffer in model.state_dict().items():
+        # Persistent buffers, which a few families have.
+        if name not in cast and name in buffers:
+            cast[name] = buffer.detach().cpu()
+    # transformers refuses to write some models' generation settings; the base's file is copied.
+    kept, model.generation_config = model.generation_config, make_settings()
+    try:
+        model.save_pretrained(str(folder), state_dict=cast, max_shard_size="5GB")
+    finally:
+        model.generation_config = kept
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    # Restore what training changed in the config.
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config.pop("torch_dtype", None)
+    config["dtype"] = str(wanted).removeprefix("torch.")
+    config["use_cache"] = json.loads((base / "config.json").read_text()).get("use_cache", True)
+    write_atomic(path, json.dumps(config, indent=2, sort_keys=True) + "\n")
+
+
+def write_tokenizer_files(run: RunFolder, base: Path, folder: Path) -> None:
+    """Copy the base's tokenizer files, with what training changed.
+
+    The chat template that was trained on; a pad token that is not also a stop token; every trained
+    stop token as `eos_token_id`.
+    """
+    copy_tokenizer_files(base, folder)
+    try:
+        store = TokenStore(Path(run.read_tokens().train))
+        report = DataReport.model_validate_json((store.folder.parent / REPORT_FILE).read_bytes())
+    except (UserError, OSError, ValueError):
+        return  # the encoded data is gone: keep the base's files as they are
+    if report.template not in ("tokenizer", "none") and report.template_text:
+        write_atomic(folder / "chat_template.jinja", report.template_text)
+    pad, stops = report.pad_token_id, store.description.stop_token_ids
+    path = folder / "tokenizer_config.json"
+    settings = read_json(path)
+    named = settings.get("pad_token")
+    named = named.get("content") if isinstance(named, dict) else named
+    if settings and (named is None or named in report.stop_tokens):
+        _write_json(path, settings | {"pad_token": report.pad_token})
+    path = folder / "generation_config.json"
+    settings = read_json(path)
+    known = settings.get("eos_token_id", [])
+    known = known if isinstance(known, list) else [known]
+    merged = list(dict.fromkeys([*known, *stops]))
+    is_stated = set(stops) <= set(known) and settings.get("pad_token_id") not in (None, *stops)
+    if merged and not is_stated:
+        eos = merged if len(merged) > 1 else merged[0]
+        _write_json(path, settings | {"eos_token_id": eos, "pad_token_id": pad})
+
+
+def _write_json(path: Path, settings: dict[str, Any]) -> None:
+    write_atomic(path, json.dumps(settings, indent=2, ensure_ascii=False) + "\n")

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tightfit.runtime.devices import local_device
+from tightfit.runtime.libraries import local_device
 
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
 """Longer than the slowest wait of one rank for another: rank 0 reading the weights."""
@@ -32,8 +32,8 @@ class DistContext:
         return self.rank == 0
 
     @property
-    def num_nodes(self) -> int:
-        return self.world_size // self.local_world_size
+    def backend(self) -> str:
+        return "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
 
     def barrier(self) -> None:
         if dist.is_initialized():
@@ -43,33 +43,32 @@ class DistContext:
 def init_dist_context(*, on_cpu: bool) -> DistContext:
     """Read torchrun's environment, choose the device, and init the process group if there are
     several ranks. Ranks on GPUs also get gloo, for tensors in host memory."""
-    number = {
-        name: int(os.environ.get(name.upper(), default))
-        for name, default in (
-            ("rank", 0),
-            ("local_rank", 0),
-            ("world_size", 1),
-            ("local_world_size", 1),
-        )
-    }
-    device = torch.device("cpu") if on_cpu else local_device(number["local_rank"])
-    if device.type == "cuda":
+    environ = os.environ
+    local_rank = int(environ.get("LOCAL_RANK", 0))
+    device = local_device(local_rank, is_cpu=on_cpu)
+    on_gpu = device.type == "cuda"
+    if on_gpu:
         torch.cuda.set_device(device)
-    if number["world_size"] > 1 and not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    context = DistContext(
+        rank=int(environ.get("RANK", 0)),
+        local_rank=local_rank,
+        world_size=int(environ.get("WORLD_SIZE", 1)),
+        local_world_size=int(environ.get("LOCAL_WORLD_SIZE", 1)),
+        device=device,
+    )
+    if context.world_size > 1 and not dist.is_initialized():
         dist.init_process_group(
-            backend,
-            timeout=COLLECTIVE_TIMEOUT,
-            device_id=device if device.type == "cuda" else None,
+            context.backend, timeout=COLLECTIVE_TIMEOUT, device_id=device if on_gpu else None
         )
-    return DistContext(device=device, **number)
+    return context
 
 
 def init_single_process_group(context: DistContext) -> None:
     """Init a group of one rank: FSDP with offload is useful on a single GPU too."""
-    backend = "cpu:gloo,cuda:nccl" if context.device.type == "cuda" else "gloo"
     store: Any = vars(dist)["HashStore"]()  # torch leaves it out of its typed names
-    dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=COLLECTIVE_TIMEOUT)
+    dist.init_process_group(
+        context.backend, store=store, rank=0, world_size=1, timeout=COLLECTIVE_TIMEOUT
+    )
 
 
 def destroy_dist_context() -> None:

@@ -1,5 +1,5 @@
-"""TorchEngine: a model with its optimizer, gradient scaler and saved state, alone or wrapped by
-DDP or FSDP2.
+"""Engines: `build_engine` makes the one that a plan names; TorchEngine holds a model with its
+optimizer, gradient scaler and saved state, alone or wrapped by DDP or FSDP2.
 """
 
 from __future__ import annotations
@@ -22,13 +22,63 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
 from tightfit.core.dtypes import Dtype
-from tightfit.core.errors import InvalidInputError, first_line
+from tightfit.core.errors import InvalidInputError, UserError, first_line
+from tightfit.core.settings import Sharding
 from tightfit.core.strategy import Strategy
-from tightfit.runtime.devices import is_out_of_memory, torch_dtype
+from tightfit.planning.plan import Plan
 from tightfit.runtime.kernels.adamw import TritonAdamW
-from tightfit.training.step import Engine, Update
+from tightfit.runtime.libraries import is_out_of_memory, torch_dtype
+from tightfit.runtime.load import load_base
+from tightfit.runtime.staged import prefer_staged
+from tightfit.training.distributed import DistContext
+from tightfit.training.model import Objective, build_optimizer, prepare_model
+from tightfit.training.sharding import load_sharded, replicate
+from tightfit.training.step import Engine, TrainEngine, Update
 
-# The gradient scaler of fp16, for gradients that may lie in shards.
+
+def build_engine(plan: Plan, context: DistContext) -> TrainEngine:
+    """The engine that the plan's sharding names, ready for its first step."""
+    strategy, training = plan.strategy, plan.training
+    assert training is not None, "a plan that runs says what it learns"
+    _check_plan(strategy, context)
+    if strategy.sharding.is_zero:
+        from tightfit.training.zero import build_zero_engine
+
+        return build_zero_engine(plan, context)
+    if strategy.sharding.is_fsdp:
+        module: nn.Module = load_sharded(plan, training, context)
+    else:
+        folder = prefer_staged(Path(training.model_path))
+        torch.manual_seed(training.seed)  # random weights are the same on every rank
+        model = load_base(folder, strategy, context.device, random_weights=training.random_weights)
+        module = Objective.from_strategy(prepare_model(model, strategy, training), strategy)
+        if strategy.sharding is Sharding.DDP and context.world_size > 1:
+            module = replicate(module, context)
+    return TorchEngine(
+        module,
+        build_optimizer(module.named_parameters(), strategy.optimizer, training),
+        strategy=strategy,
+        device=context.device,
+        world_size=context.world_size,
+        max_grad_norm=training.max_grad_norm,
+    )
+
+
+def _check_plan(strategy: Strategy, context: DistContext) -> None:
+    """Refuse what would fail later, or silently do something else."""
+    if strategy.sharding is Sharding.SINGLE and context.world_size > 1:
+        raise UserError(
+            f"The plan is for one process, and {context.world_size} were started.",
+            remedy="start it with tightfit train, which starts as many as the plan says",
+        )
+    record = strategy.optimizer.record
+    problem = record.fsdp_problem if strategy.sharding.is_fsdp else ""
+    problem = record.zero_problem if strategy.sharding.is_zero else problem
+    if problem:
+        raise UserError(
+            f"{problem[0].upper()}{problem[1:]}.",
+            remedy="--set optimizer=adamw, or --sharding ddp",
+        )
 
 
 class SyncedGradScaler(torch.amp.GradScaler):
@@ -45,17 +95,18 @@ class SyncedGradScaler(torch.amp.GradScaler):
         found_inf: Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, Tensor]:
-        local = [
-            _local_tensor(parameter.grad.detach())
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.grad is not None
-        ]
-        if not allow_fp16 and any(gradient.dtype is torch.float16 for gradient in local):
+        # The kernel requires gradients of one device and dtype.
+        kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    grad = parameter.grad.detach()
+                    local = grad.to_local() if hasattr(grad, "to_local") else grad
+                    kinds.setdefault((local.device, local.dtype), []).append(local)
+        if not allow_fp16 and any(dtype is torch.float16 for _, dtype in kinds):
             raise ValueError("fp16 gradients cannot be unscaled without losing the small ones")
         verdict = found_inf
-        for gradients in _by_device(local):
-            there = gradients[0].device
+        for (there, _), gradients in kinds.items():
             found = torch.zeros_like(found_inf, device=there)
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inv_scale.to(there))
             verdict = torch.maximum(verdict, found.to(verdict.device))
@@ -71,110 +122,6 @@ class SyncedGradScaler(torch.amp.GradScaler):
         return any(bool(verdict) for verdict in found.values())
 
 
-def _local_tensor(gradient: Any) -> Tensor:
-    local: Tensor = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-    return local
-
-
-def _by_device(gradients: list[Tensor]) -> list[list[Tensor]]:
-    """Grouped by device and dtype, as the kernel requires."""
-    groups: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for gradient in gradients:
-        groups.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    return list(groups.values())
-
-
-# Training state to and from disk, by torch's distributed checkpoint, whatever holds it.
-
-
-def save_state(
-    folder: Path,
-    module: nn.Module,
-    optimizer: Optimizer,
-    scaler: torch.amp.GradScaler,
-    *,
-    alone: bool = False,
-) -> None:
-    """Write every rank's share into `folder` by torch's distributed checkpoint, synced to disk."""
-    state = _state(module, optimizer, scaler)
-    writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
-    with _without_dist_warning():
-        save(state, storage_writer=writer, no_dist=alone or not dist.is_initialized())
-
-
-def load_state(
-    folder: Path, module: nn.Module, optimizer: Optimizer, scaler: torch.amp.GradScaler
-) -> None:
-    """Read this rank's share, in place."""
-    reader = FileSystemReader(folder)
-    has_optimizer = any(
-        key.startswith("optimizer.") for key in reader.read_metadata().state_dict_metadata
-    )
-    if has_optimizer and not optimizer.state:
-        init_optimizer_state(optimizer)
-    state = _state(module, optimizer, scaler)
-    try:
-        with _without_dist_warning():
-            load(state, storage_reader=reader, no_dist=not dist.is_initialized())
-    except (CheckpointException, RuntimeError, ValueError) as error:
-        if is_out_of_memory(error):
-            raise
-        raise InvalidInputError(
-            f"The checkpoint {folder} does not fit this plan: {_first_line(error)}.",
-            remedy="start the run in a new folder, or with the plan it was started with",
-        ) from error
-    for parameter, name in _optimizer_names(module, optimizer).items():
-        # Tensors were loaded in place; other values (bitsandbytes' step) were replaced.
-        optimizer.state[parameter].update(state["optimizer"][name])
-    if scaler.is_enabled():
-        scaler.load_state_dict(state["scaler"])
-
-
-def gather_trained(model: nn.Module) -> dict[str, Tensor]:
-    """Full trained tensors on rank 0's CPU, gathered one at a time; a tied one once."""
-    is_first = not dist.is_initialized() or dist.get_rank() == 0
-    gathered = {}
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        value: Any = parameter.detach()
-        whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-        if is_first:
-            # A copy: the caller may keep it while training goes on.
-            gathered[name] = whole.to("cpu", copy=True)
-        del whole
-    return gathered
-
-
-def _state(module: nn.Module, optimizer: Optimizer, scaler: torch.amp.GradScaler) -> dict[str, Any]:
-    """Views of the live tensors by parameter name, independent of sharding and order.
-
-    Not `get_optimizer_state_dict`: it copies, counts a step where none was taken, and cannot load
-    what bitsandbytes saves.
-    """
-    state: dict[str, Any] = {
-        "model": {
-            name: parameter.detach()
-            for name, parameter in module.named_parameters()
-            if parameter.requires_grad
-        }
-    }
-    if optimizer.state:
-        state["optimizer"] = {
-            name: dict(optimizer.state[parameter])
-            for parameter, name in _optimizer_names(module, optimizer).items()
-        }
-    if scaler.is_enabled():
-        state["scaler"] = scaler.state_dict()
-    return state
-
-
-def _optimizer_names(module: nn.Module, optimizer: Optimizer) -> dict[nn.Parameter, str]:
-    """Names of the parameters with optimizer state."""
-    named = module.named_parameters()
-    return {parameter: name for name, parameter in named if parameter in optimizer.state}
-
-
 def init_optimizer_state(optimizer: Optimizer) -> None:
     """Make the optimizer allocate its state, by a step with learning rate 0."""
     rates = [group["lr"] for group in optimizer.param_groups]
@@ -186,12 +133,6 @@ def init_optimizer_state(optimizer: Optimizer) -> None:
     optimizer.zero_grad(set_to_none=True)
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-
-
-def _first_line(error: BaseException) -> str:
-    if isinstance(error, CheckpointException) and error.failures:
-        error = next(iter(error.failures.values()))[0]
-    return first_line(error)
 
 
 @contextmanager
@@ -252,40 +193,36 @@ class TorchEngine:
         scaled.backward()
 
     def update(self, learning_rate: float) -> Update:
-        for group in self.optimizer.param_groups:
+        optimizer: Any = self.optimizer
+        for group in optimizer.param_groups:
             group["lr"] = learning_rate
-        self.scaler.unscale_(self.optimizer)
+        self.scaler.unscale_(optimizer)
         norm = self._clip(self._max_grad_norm or float("inf"))
+        is_skipped: bool | Tensor
         if self._skips_by_itself:
-            is_skipped = self._step_unless(~torch.isfinite(norm))
-            return Update(grad_norm=norm, is_skipped=is_skipped)
-        # All ranks must agree to skip: the norm and the scaler's flag are over all shards.
-        has_overflowed = not torch.isfinite(norm) or self.scaler.has_overflowed(self.optimizer)
-        if not has_overflowed:
+            # The fused kernel reads the flag on the device: the host does not wait for gradients.
+            is_skipped = ~torch.isfinite(norm)
+            optimizer.found_inf = is_skipped.float()
+        else:
+            # All ranks must agree to skip: the norm and the scaler's flag are over all shards.
+            is_skipped = not torch.isfinite(norm) or self.scaler.has_overflowed(optimizer)
+        if self._skips_by_itself or not is_skipped:
             self.is_updating = True
-            self.optimizer.step()
+            optimizer.step()
             self.is_updating = False
+        if self._skips_by_itself:
+            optimizer.found_inf = None
         if self.scaler.is_enabled():
             self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
-        return Update(grad_norm=norm, is_skipped=has_overflowed)
-
-    def _step_unless(self, is_bad: Tensor) -> Tensor:
-        """Update unless `is_bad`, which the fused kernel reads on the device: the host does not
-        wait for the gradients."""
-        optimizer: Any = self.optimizer
-        optimizer.found_inf = is_bad.float()
-        self.is_updating = True
-        optimizer.step()
-        self.is_updating = False
-        optimizer.found_inf = None
         optimizer.zero_grad(set_to_none=True)
-        return is_bad
+        return Update(grad_norm=norm, is_skipped=is_skipped)
 
     def _clip(self, most: float) -> Tensor:
         """The norm of all gradients; they are clipped here, or by TritonAdamW as it reads them."""
         if not isinstance(self.optimizer, TritonAdamW):
-            return _full_norm(nn.utils.clip_grad_norm_(self._trained, most))
+            clipped: Any = nn.utils.clip_grad_norm_(self._trained, most)
+            norm: Tensor = clipped.full_tensor() if hasattr(clipped, "full_tensor") else clipped
+            return norm
         norm = nn.utils.get_total_norm([p.grad for p in self._trained if p.grad is not None])
         self.optimizer.scale_next((most / (norm.float() + CLIP_EPSILON)).clamp(max=1.0))
         return norm
@@ -303,15 +240,74 @@ class TorchEngine:
         return self.objective.model
 
     def save_state(self, folder: Path, *, alone: bool = False) -> None:
-        save_state(folder, self.objective, self.optimizer, self.scaler, alone=alone)
+        """Write every rank's share by torch's distributed checkpoint, synced to disk."""
+        writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
+        with _without_dist_warning():
+            save(self._state(), storage_writer=writer, no_dist=alone or not dist.is_initialized())
 
     def load_state(self, folder: Path) -> None:
-        """Restore what `save_state` wrote, on any number of ranks."""
-        load_state(folder, self.objective, self.optimizer, self.scaler)
+        """Restore in place what `save_state` wrote, on any number of ranks."""
+        reader = FileSystemReader(folder)
+        saved_keys = reader.read_metadata().state_dict_metadata
+        if not self.optimizer.state and any(key.startswith("optimizer.") for key in saved_keys):
+            init_optimizer_state(self.optimizer)
+        state = self._state()
+        try:
+            with _without_dist_warning():
+                load(state, storage_reader=reader, no_dist=not dist.is_initialized())
+        except (CheckpointException, RuntimeError, ValueError) as error:
+            if is_out_of_memory(error):
+                raise
+            failures = error.failures if isinstance(error, CheckpointException) else {}
+            cause = next((failure[0] for failure in failures.values()), error)
+            raise InvalidInputError(
+                f"The checkpoint {folder} does not fit this plan: {first_line(cause)}.",
+                remedy="start the run in a new folder, or with the plan it was started with",
+            ) from error
+        for name, parameter in self._optimized():
+            # Tensors were loaded in place; other values (bitsandbytes' step) were replaced.
+            self.optimizer.state[parameter].update(state["optimizer"][name])
+        if self.scaler.is_enabled():
+            self.scaler.load_state_dict(state["scaler"])
+
+    def _state(self) -> dict[str, Any]:
+        """Views of the live tensors by parameter name, independent of sharding and order.
+
+        Not `get_optimizer_state_dict`: it copies, counts a step where none was taken, and cannot
+        load what bitsandbytes saves.
+        """
+        trained = {n: p.detach() for n, p in self.objective.named_parameters() if p.requires_grad}
+        state: dict[str, Any] = {"model": trained}
+        if self.optimizer.state:
+            state["optimizer"] = {
+                name: dict(self.optimizer.state[parameter]) for name, parameter in self._optimized()
+            }
+        if self.scaler.is_enabled():
+            state["scaler"] = self.scaler.state_dict()
+        return state
+
+    def _optimized(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters with optimizer state."""
+        return [
+            (name, parameter)
+            for name, parameter in self.objective.named_parameters()
+            if parameter in self.optimizer.state
+        ]
 
     def trained_state(self) -> dict[str, Tensor]:
         """On rank 0 full tensors on the CPU, named as in `model`; on others nothing."""
-        return gather_trained(self.model)
+        is_first = not dist.is_initialized() or dist.get_rank() == 0
+        gathered = {}
+        for name, parameter in self.model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            value = parameter.detach()
+            whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+            if is_first:
+                # A copy: the caller may keep it while training goes on.
+                gathered[name] = whole.to("cpu", copy=True)
+            del whole  # before the next one is gathered
+        return gathered
 
 
 @contextmanager
@@ -330,9 +326,3 @@ def _is_fused(optimizer: Optimizer) -> bool:
     is_fused = isinstance(optimizer, AdamW) and bool(optimizer.defaults["fused"])
     weights = (weight for group in optimizer.param_groups for weight in group["params"])
     return is_fused and not any(isinstance(weight, DTensor) for weight in weights)
-
-
-def _full_norm(norm: Any) -> Tensor:
-    """The norm over all shards."""
-    whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-    return whole

@@ -1,6 +1,7 @@
-"""The training loop, from the last checkpoint to the last step.
+"""One start of a run, top to bottom: open the data, load the model, resume, warm up, then train,
+evaluate, log and save until the last step.
 
-Then its parts: the learning-rate schedule, the divergence check, the step timer, the evaluation.
+Below the loop are its parts: schedule, divergence check, warm-up, step timer, evaluation.
 """
 
 from __future__ import annotations
@@ -9,37 +10,48 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 
 from tightfit.core.dtypes import Dtype
-from tightfit.core.errors import DivergedError
-from tightfit.core.training import Schedule, Training
+from tightfit.core.errors import DivergedError, InvalidInputError, NotFoundError
+from tightfit.core.settings import Schedule
+from tightfit.core.strategy import Training
 from tightfit.data.token_store import TokenStore
 from tightfit.hardware.machine import read_peak_memory_bytes
 from tightfit.planning.plan import Plan
 from tightfit.runs.metrics import EvalRecord, StepRecord
 from tightfit.runs.run_folder import RunFolder
+from tightfit.runtime.attention import needs_padding_mask
 from tightfit.training.batches import (
+    IGNORED,
     Batch,
     BatchLoader,
     BatchSampler,
     Collate,
     StepBatches,
+    choose_collate,
     count_trained,
     to_device,
     without_loss,
 )
-from tightfit.training.checkpoint import Progress, write_checkpoint
+from tightfit.training.checkpoint import (
+    Progress,
+    find_checkpoint,
+    list_damaged,
+    read_progress,
+    write_checkpoint,
+)
 from tightfit.training.distributed import DistContext, sum_over_ranks
-from tightfit.training.engine import evaluating
+from tightfit.training.engine import TorchEngine, build_engine, evaluating
 from tightfit.training.run_logger import RunLogger
 from tightfit.training.step import (
     ReducedMetrics,
-    StepPlan,
     TrainEngine,
     all_reduce_metrics,
     mix_seed,
@@ -49,24 +61,69 @@ from tightfit.training.step import (
 SECONDS_BETWEEN_CHECKPOINTS = 600.0
 
 
-@dataclass(slots=True, kw_only=True)
 class TrainLoop:
-    """One attempt at a run. `step` is the number of optimizer steps done."""
+    """One start of a run. `step` is the number of optimizer steps done."""
 
-    plan: Plan
-    training: Training
-    run: RunFolder
-    context: DistContext
-    engine: TrainEngine
-    sampler: BatchSampler
-    loader: BatchLoader
-    evaluation: Evaluation | None
-    logger: RunLogger
-    is_stop_requested: Callable[[], bool]
-    num_steps: int
-    step: int = 0
-    saved_step: int = -1
-    _saved_at: float = 0.0
+    def __init__(
+        self,
+        run: RunFolder,
+        plan: Plan,
+        context: DistContext,
+        is_stop_requested: Callable[[], bool],
+    ) -> None:
+        """Do everything up to the first step, including a warm-up step on the longest batch."""
+        assert plan.training is not None
+        self.run, self.plan, self.context = run, plan, context
+        self.training = training = plan.training
+        self.is_stop_requested = is_stop_requested
+        strategy = plan.strategy
+
+        # Data: the rows were encoded before this process started.
+        folders = run.read_tokens()
+        store = _open_store(folders.train)
+        _check_vocabulary(store, plan, training)
+        self.sampler = BatchSampler(
+            store,
+            effective_batch=plan.effective_batch,
+            seq_len=strategy.seq_len,
+            is_packed=strategy.packing,
+            seed=training.seed,
+            shuffle=training.shuffle,
+        )
+        self.num_steps = training.max_steps or self.sampler.count_steps(plan.num_epochs)
+
+        # Model and optimizer.
+        self.engine: TrainEngine = build_engine(plan, context)
+        has_mask = needs_padding_mask(self.engine.model.config)
+        collate = choose_collate(store.description, is_packed=strategy.packing, has_mask=has_mask)
+        self.loader = BatchLoader(
+            self.sampler, collate, micro_batch=strategy.micro_batch, context=context
+        )
+        self._evaluate: Callable[..., EvalRecord] | None = None
+        if folders.eval is not None:
+            held_out = _open_store(folders.eval)
+            self._evaluate = partial(
+                evaluate,
+                self.engine,
+                held_out,
+                choose_collate(held_out.description, is_packed=False, has_mask=has_mask),
+                micro_batch=strategy.micro_batch,
+                context=context,
+            )
+
+        # Resume from the newest complete checkpoint.
+        self.step, damaged = 0, []
+        checkpoint = find_checkpoint(run)
+        if checkpoint is not None:
+            self.engine.load_state(checkpoint)
+            self.step = read_progress(checkpoint).step
+            damaged = list_damaged(run, after_step=self.step)
+        self.saved_step = self.step or -1
+        self._saved_at = time.monotonic()
+
+        warm_up_step(self.engine, to_device(self.loader.longest(), context), context)
+        self.logger = RunLogger(run, plan, context, num_steps=self.num_steps)
+        self.logger.open(step=self.step, damaged=damaged)
 
     def train(self) -> bool:
         """Train to the last step or until asked to stop; True if all steps are done.
@@ -75,58 +132,59 @@ class TrainLoop:
         """
         timer = StepTimer(self.plan, self.context.device)
         divergence = DivergenceCheck(
-            self.plan.model.vocab_size, is_scaled=self.plan.strategy.compute is Dtype.FP16
+            self.plan.model.vocab_size,
+            is_scaled=self.plan.strategy.compute is Dtype.FP16,
+            # A run that was stopped as diverged is stopped again.
+            losses=self.logger.read_losses(self.step),
         )
-        divergence.add_history(self.logger.read_losses(self.step))
-        if self._is_eval_due() and not self._is_evaluated():
-            self._evaluate()
+        # Not if an earlier start evaluated this step; only rank 0 has the records.
+        is_evaluated = float(self.logger.has_evaluation(self.step))
+        if sum_over_ranks(is_evaluated, device=self.context.device)[0] == 0:
+            self._evaluate_if_due()
         self._saved_at = time.monotonic()
         timer.restart()
         for ready in self.loader.steps(self.step, self.num_steps):
-            metrics = self._train_one(ready, timer, divergence)
+            learning_rate = learning_rate_at(self.step, self.num_steps, self.training)
+            metrics = self._take_step(ready, learning_rate)
+            divergence.check(self.step + 1, metrics, self.sampler.locations(self.step))
+            self.step += 1
+            epoch = self.step / self.sampler.steps_per_epoch
+            self.logger.write(
+                timer.record(ready, metrics, learning_rate=learning_rate, epoch=epoch)
+            )
             if metrics.must_save and not metrics.must_stop:
                 self.save()
                 timer.restart()
             if metrics.must_stop and self.step < self.num_steps:
                 break  # no evaluation: it may take longer than the time left to save
-            if self._is_eval_due():
-                self._evaluate()
+            if self._evaluate_if_due():
                 timer.restart()
         self.save()
         return self.step == self.num_steps
 
-    def _train_one(
-        self, ready: StepBatches, timer: StepTimer, divergence: DivergenceCheck
-    ) -> ReducedMetrics:
-        learning_rate = learning_rate_at(self.step, self.num_steps, self.training)
-        num_trained = ready.items.num_trained_tokens
-        seeds = tuple(
-            mix_seed(self.training.seed, self.step, number, self.context.rank)
-            for number in range(len(ready.batches))
-        )
-        batches = [to_device(batch, self.context) for batch in ready.batches]
+    def _take_step(self, ready: StepBatches, learning_rate: float) -> ReducedMetrics:
+        """One optimizer step, and its metrics over all ranks."""
+        num_trained_tokens = ready.items.num_trained_tokens
         outcome = train_step(
             self.engine,
-            batches,
-            StepPlan(num_trained_tokens=num_trained, learning_rate=learning_rate, seeds=seeds),
+            [to_device(batch, self.context) for batch in ready.batches],
+            num_trained_tokens=num_trained_tokens,
+            learning_rate=learning_rate,
+            seeds=[
+                mix_seed(self.training.seed, self.step, number, self.context.rank)
+                for number in range(len(ready.batches))
+            ],
         )
-        metrics = all_reduce_metrics(
+        every = self.training.save_every
+        seconds_since_save = time.monotonic() - self._saved_at
+        return all_reduce_metrics(
             outcome,
-            num_trained_tokens=num_trained,
+            num_trained_tokens=num_trained_tokens,
             must_stop=self.is_stop_requested(),
-            must_save=self._is_save_due(),
+            must_save=(self.step + 1) % every == 0
+            if every is not None
+            else seconds_since_save > SECONDS_BETWEEN_CHECKPOINTS,
         )
-        divergence.check(self.step + 1, metrics, self.sampler.locations(self.step))
-        self.step += 1
-        self.logger.write(
-            timer.record(
-                ready,
-                metrics,
-                learning_rate=learning_rate,
-                epoch=self.step / self.sampler.steps_per_epoch,
-            )
-        )
-        return metrics
 
     def save(self, *, alone: bool = False) -> None:
         """Write a checkpoint of this step, unless it exists or none are kept.
@@ -145,35 +203,45 @@ class TrainLoop:
         write_checkpoint(self.run, self.engine, progress, self.context, keep=keep, alone=alone)
         self.saved_step, self._saved_at = self.step, time.monotonic()
 
-    def _is_save_due(self) -> bool:
-        every = self.training.save_every
-        if every is not None:
-            return (self.step + 1) % every == 0
-        return time.monotonic() - self._saved_at > SECONDS_BETWEEN_CHECKPOINTS
-
-    def _is_eval_due(self) -> bool:
+    def _evaluate_if_due(self) -> bool:
         every = self.training.eval_every or self.sampler.steps_per_epoch
-        return self.step % every == 0 or self.step == self.num_steps
+        is_due = self.step % every == 0 or self.step == self.num_steps
+        if is_due and self._evaluate is not None:
+            self.logger.write(self._evaluate(step=self.step))
+        return is_due
 
-    def _is_evaluated(self) -> bool:
-        """Whether an earlier attempt evaluated this step; only rank 0 has the records."""
-        found = float(self.logger.has_evaluation(self.step))
-        return sum_over_ranks(found, device=self.context.device)[0] > 0
 
-    def _evaluate(self) -> None:
-        if self.evaluation is not None:
-            self.logger.write(self.evaluation.run(self.engine, self.step))
+def _open_store(folder: str) -> TokenStore:
+    try:
+        return TokenStore(Path(folder))
+    except OSError as error:
+        raise NotFoundError(
+            f"The encoded data of this run is gone: {folder}.",
+            remedy="start it again with tightfit train, which encodes it again",
+        ) from error
+
+
+def _check_vocabulary(store: TokenStore, plan: Plan, training: Training) -> None:
+    """Refuse a tokenizer of another model: a token id too high is a device-side assert on GPUs."""
+    highest = store.find_highest_token()
+    if highest >= plan.model.vocab_size:
+        raise InvalidInputError(
+            f"The tokenizer in {training.model_path} wrote token {highest:,}; the model has "
+            f"{plan.model.vocab_size:,}.",
+            remedy="put the model's own tokenizer files there, or enlarge its embeddings",
+        )
 
 
 def learning_rate_at(step: int, num_steps: int, training: Training) -> float:
     """The learning rate of `step` (from 0): linear warm-up, then cosine, linear or constant.
 
-    Counts as transformers' `get_cosine_schedule_with_warmup` and its siblings do, so that runs
-    are comparable: the first step of a warm-up has rate 0.
+    After the warm-up the rates are those of transformers' `get_cosine_schedule_with_warmup` and its
+    siblings. In the warm-up they are one step ahead: theirs begin with a step at rate 0, which
+    costs a step and changes nothing.
     """
     num_warmup = math.ceil(training.warmup_fraction * num_steps)
     if step < num_warmup:
-        return training.learning_rate * step / num_warmup
+        return training.learning_rate * (step + 1) / num_warmup
     if training.schedule is Schedule.CONSTANT:
         return training.learning_rate
     done = (step - num_warmup) / max(1, num_steps - num_warmup)
@@ -191,16 +259,12 @@ _MAX_RATIO = 3.0
 class DivergenceCheck:
     """Raises at the first step whose loss or gradients show that the run has diverged."""
 
-    def __init__(self, vocab_size: int, *, is_scaled: bool) -> None:
+    def __init__(self, vocab_size: int, *, is_scaled: bool, losses: Sequence[float] = ()) -> None:
         # Random guessing costs ln(vocab_size); twice that is worse than an untrained model.
         self._hopeless_loss = 2 * math.log(vocab_size)
         self._is_scaled = is_scaled
-        self._losses: deque[float] = deque(maxlen=_NUM_RECENT)
+        self._losses = deque(losses, maxlen=_NUM_RECENT)
         self._num_skipped = 0
-
-    def add_history(self, losses: Iterable[float]) -> None:
-        """Losses before a resume: a run that was stopped as diverged is stopped again."""
-        self._losses.extend(losses)
 
     def check(self, step: int, metrics: ReducedMetrics, locations: list[str]) -> None:
         """Raise if the step's loss or gradients are not finite, or its loss has exploded.
@@ -232,6 +296,73 @@ class DivergenceCheck:
         if metrics.loss > self._hopeless_loss and metrics.loss > _MAX_RATIO * usual:
             return f"the loss went from {usual:.2f} to {metrics.loss:.2f}"
         return ""
+
+
+def warm_up_step(engine: TrainEngine, batch: Batch, context: DistContext) -> float:
+    """Forward and backward on the longest batch, without an update; returns its mean loss.
+
+    What would fail hours into a run fails here. An empty tensor takes the memory of the optimizer
+    state, which is allocated only by the first update. Raises if the loss is not finite; an
+    out-of-memory error is passed on.
+    """
+    with engine.autocast():
+        loss = engine.module(**batch)
+    if isinstance(engine, TorchEngine):
+        placeholder = torch.empty(
+            _missing_state_bytes(engine), dtype=torch.uint8, device=context.device
+        )
+        engine.backward(loss / max(1, batch["labels"].numel()))
+        engine.optimizer.zero_grad(set_to_none=True)
+        del placeholder
+    num_trained = int((batch["labels"] != IGNORED).sum())
+    loss_sum, count = sum_over_ranks(float(loss.detach()), num_trained, device=context.device)
+    mean = loss_sum / max(1.0, count)
+    if not math.isfinite(mean):
+        raise _not_finite(mean, engine)
+    return mean
+
+
+def _not_finite(loss: float, engine: TrainEngine) -> DivergedError:
+    """The error for weights that are not finite, or whose activations overflow the dtype."""
+    compute = engine.strategy.compute
+    problem = f"The loss of the first batch is {loss}, before the first update"
+    broken = next(
+        (
+            name
+            for name, parameter in engine.model.named_parameters()
+            # Quantized weights cannot hold an infinity or NaN.
+            if parameter.is_floating_point()
+            and not torch.isfinite(_local(parameter.detach())).all()
+        ),
+        None,
+    )
+    if broken is not None:
+        reason = f": the weight {broken} holds values that are not finite."
+        remedy = "fetch the model's files again, or use another checkpoint of it"
+    elif compute is Dtype.FP32:
+        reason = ", though all weights are finite."
+        remedy = "check that config.json belongs to these weights"
+    else:
+        reason = f": its activations overflow {compute.value}."
+        remedy = "use a wider format: --set compute=fp32 --set weights=fp32 --fresh"
+    return DivergedError(problem + reason, remedy=remedy)
+
+
+def _missing_state_bytes(engine: TorchEngine) -> int:
+    """Bytes that the optimizer's first update will allocate on the device."""
+    record = engine.strategy.optimizer.record
+    if engine.optimizer.state or engine.strategy.offload.moves_optimizer or record.is_paged:
+        return 0
+    tensors = [_local(p) for group in engine.optimizer.param_groups for p in group["params"]]
+    if record.state_bytes is not None:
+        return int(record.state_bytes) * sum(tensor.numel() for tensor in tensors)
+    return sum(record.state_values * tensor.element_size() * tensor.numel() for tensor in tensors)
+
+
+def _local(tensor: Any) -> torch.Tensor:
+    """This rank's shard, or the tensor itself."""
+    local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
 
 
 class StepTimer:
@@ -300,44 +431,36 @@ _MAX_LOSS = 80.0
 """Keeps perplexity, its exponential, a finite and readable JSON number."""
 
 
-class Evaluation:
-    """Loss on the held-out rows: one pass, split over all ranks in batches of similar length."""
-
-    def __init__(
-        self, store: TokenStore, collate: Collate, *, micro_batch: int, context: DistContext
-    ) -> None:
-        self._store = store
-        self._collate = collate
-        self._micro_batch = micro_batch
-        self._context = context
-        self._is_encoder_decoder = store.description.is_encoder_decoder
-
-    def run(self, engine: TrainEngine, step: int) -> EvalRecord:
-        """Mean loss per trained token after `step` steps; all ranks together."""
-        start = time.perf_counter()
-        loss_sum, num_trained = 0.0, 0
-        with evaluating(engine):
-            for batch in self._batches():
-                num_trained += count_trained(batch, is_encoder_decoder=self._is_encoder_decoder)
-                loss_sum += float(engine.module(**to_device(batch, self._context)))
-        total, count = sum_over_ranks(loss_sum, num_trained, device=self._context.device)
-        loss = total / max(1.0, count)
-        return EvalRecord(
-            step=step,
-            loss=loss,
-            perplexity=math.exp(min(loss, _MAX_LOSS)),
-            num_trained_tokens=int(count),
-            seconds=time.perf_counter() - start,
-        )
-
-    def _batches(self) -> Iterator[Batch]:
-        """This rank's batches. All ranks yield equally many: surplus ones carry no loss."""
-        order = sorted(range(len(self._store)), key=lambda row: -int(self._store.lengths[row]))
-        size = self._micro_batch
-        chunks = [order[at : at + size] for at in range(0, len(order), size)]
-        num_rounds = -(-len(chunks) // self._context.world_size)
-        for turn in range(num_rounds):
-            at = turn * self._context.world_size + self._context.rank
+def evaluate(
+    engine: TrainEngine,
+    store: TokenStore,
+    collate: Collate,
+    *,
+    step: int,
+    micro_batch: int,
+    context: DistContext,
+) -> EvalRecord:
+    """Mean loss per trained token of the held-out rows after `step` steps; all ranks together."""
+    start = time.perf_counter()
+    loss_sum, num_trained = 0.0, 0
+    # Batches of similar length. All ranks run equally many: surplus ones carry no loss.
+    order = sorted(range(len(store)), key=lambda row: -int(store.lengths[row]))
+    chunks = [order[at : at + micro_batch] for at in range(0, len(order), micro_batch)]
+    is_encoder_decoder = store.description.is_encoder_decoder
+    with evaluating(engine):
+        for first in range(0, len(chunks), context.world_size):
+            at = first + context.rank
             chunk = chunks[min(at, len(chunks) - 1)]
-            batch = self._collate([[self._store.row(row)] for row in chunk])
-            yield batch if at < len(chunks) else without_loss(batch)
+            batch = collate([[store.row(row)] for row in chunk])
+            batch = batch if at < len(chunks) else without_loss(batch)
+            num_trained += count_trained(batch, is_encoder_decoder=is_encoder_decoder)
+            loss_sum += float(engine.module(**to_device(batch, context)))
+    total, count = sum_over_ranks(loss_sum, num_trained, device=context.device)
+    loss = total / max(1.0, count)
+    return EvalRecord(
+        step=step,
+        loss=loss,
+        perplexity=math.exp(min(loss, _MAX_LOSS)),
+        num_trained_tokens=int(count),
+        seconds=time.perf_counter() - start,
+    )

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
+from importlib import import_module
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from tightfit.core.strategy import Loss, Method, Strategy
-from tightfit.core.training import Training
-from tightfit.estimation.fused_projections import (
-    can_fuse_trained_projections,
-    uses_augmented_weights,
-)
-from tightfit.estimation.loss import NUM_LOSS_CHUNKS
+from tightfit.core.errors import SetupError
+from tightfit.core.optimizers import Optimizer as OptimizerKind
+from tightfit.core.settings import Loss, Method
+from tightfit.core.strategy import Strategy, Training
+from tightfit.estimation.activations import NUM_LOSS_CHUNKS
+from tightfit.estimation.weights import can_fuse_trained_projections, uses_augmented_weights
 from tightfit.runtime.adapters import add_adapters
 from tightfit.runtime.attention import check_packable
 from tightfit.runtime.kernels.fp8 import use_fp8
@@ -26,13 +28,8 @@ from tightfit.runtime.kernels.fused_lora import (
     fuse_lora_projections,
     fuse_trained_projections,
 )
-from tightfit.runtime.layers import (
-    apply_fused_kernels,
-    decoder_layers,
-    dequantize_base,
-    dequantize_deferred,
-)
-from tightfit.runtime.load import LoadRequest
+from tightfit.runtime.kernels.liger import apply_fused_kernels
+from tightfit.runtime.layers import decoder_layers, dequantize_base, dequantize_deferred
 from tightfit.training.batches import IGNORED
 
 _LOGIT_CHANGES = (
@@ -52,18 +49,20 @@ class Objective(nn.Module):
     DDP and FSDP wrap this module, so head and loss run inside the wrapped forward.
     """
 
-    def __init__(self, model: Any, loss: Loss, *, slice_factor: int = 1) -> None:
+    def __init__(self, model: Any, loss: Loss, *, loss_chunk_factor: int = 1) -> None:
         super().__init__()
         self.model = model
         self._loss = loss
-        self._slice_factor = slice_factor
+        self._loss_chunk_factor = loss_chunk_factor
 
     @classmethod
     def from_strategy(cls, model: Any, strategy: Strategy) -> Objective:
-        return cls(model, strategy.loss, slice_factor=strategy.loss_chunk_factor)
+        return cls(model, strategy.loss, loss_chunk_factor=strategy.loss_chunk_factor)
 
     def forward(self, labels: Tensor, **inputs: Tensor) -> Tensor:
-        model = _unwrap(self.model)
+        # The transformers model inside peft's.
+        model = self.model
+        model = model.get_base_model() if hasattr(model, "peft_config") else model
         if model.config.is_encoder_decoder:
             decoder_ids = model.prepare_decoder_input_ids_from_labels(labels)
             logits = self.model(**inputs, decoder_input_ids=decoder_ids, use_cache=False).logits
@@ -75,13 +74,10 @@ class Objective(nn.Module):
             return self._sum_losses(logits[wanted], targets)
         backbone = getattr(model, model.base_model_prefix)
         hidden = backbone(**inputs, use_cache=False).last_hidden_state[:, :-1][wanted]
-        return self._from_hidden(model, hidden, targets)
-
-    def _from_hidden(self, model: Any, hidden: Tensor, targets: Tensor) -> Tensor:
         head = model.get_output_embeddings()
         softcap = getattr(model.config, "final_logit_softcapping", None)
         if self._loss is Loss.FUSED:
-            return _fused_loss(head, hidden, targets, softcap, self._slice_factor)
+            return _fused_loss(head, hidden, targets, softcap, self._loss_chunk_factor)
         logits = head(hidden)
         if softcap is not None:
             logits = torch.tanh(logits / softcap) * softcap
@@ -97,7 +93,10 @@ class Objective(nn.Module):
             summed: Tensor = LigerCrossEntropyLoss(reduction="sum")(logits.float(), targets)
             return summed
         if self._loss is Loss.CHUNKED:
-            return _chunked_loss(logits, targets)
+            # The upcast to fp32 takes one chunk at a time.
+            pairs = zip(logits.chunk(NUM_LOSS_CHUNKS), targets.chunk(NUM_LOSS_CHUNKS), strict=True)
+            losses = [cross_entropy(part.float(), own, reduction="sum") for part, own in pairs]
+            return torch.stack(losses).sum()
         return cross_entropy(logits.float(), targets, reduction="sum")
 
 
@@ -109,31 +108,19 @@ def has_plain_head(model: Any) -> bool:
     return not changed and backbone is not None and backbone is not model
 
 
-def _unwrap(model: Any) -> Any:
-    """The transformers model inside peft's."""
-    return model.get_base_model() if hasattr(model, "peft_config") else model
-
-
-def _chunked_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy with the upcast to fp32 one chunk at a time."""
-    pairs = zip(logits.chunk(NUM_LOSS_CHUNKS), targets.chunk(NUM_LOSS_CHUNKS), strict=True)
-    losses = [cross_entropy(part.float(), wanted, reduction="sum") for part, wanted in pairs]
-    return torch.stack(losses).sum()
-
-
 def _fused_loss(
-    head: Any, hidden: Tensor, targets: Tensor, softcap: float | None, slice_factor: int
+    head: Any, hidden: Tensor, targets: Tensor, softcap: float | None, loss_chunk_factor: int
 ) -> Tensor:
-    """Liger's head and loss in one kernel, chunk by chunk, without the full logits.
-
-    Older versions of Liger have a fixed chunk size, and then need less memory than planned.
-    """
+    """Liger's head and loss in one kernel, chunk by chunk, without the full logits."""
     if not len(targets):
         nothing: Tensor = (head.weight.sum() + hidden.sum()) * 0.0
         return nothing
+    from liger_kernel.transformers import functional
+
     bias = getattr(head, "bias", None)
-    chunked = _find_chunked_loss() if slice_factor > 1 else None
-    if chunked is not None:
+    chunked = functional.liger_fused_linear_cross_entropy
+    # Older versions of Liger have a fixed chunk size, and then need less memory than planned.
+    if loss_chunk_factor > 1 and "chunk_mem_const" in signature(chunked).parameters:
         total: Tensor = chunked(
             hidden,
             head.weight,
@@ -141,7 +128,7 @@ def _fused_loss(
             bias,
             reduction="sum",
             softcap=softcap,
-            chunk_mem_const=slice_factor,
+            chunk_mem_const=loss_chunk_factor,
         )
         return total
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
@@ -149,14 +136,6 @@ def _fused_loss(
     loss = LigerFusedLinearCrossEntropyLoss(reduction="sum", softcap=softcap)
     summed: Tensor = loss(head.weight, hidden, targets, bias)
     return summed
-
-
-def _find_chunked_loss() -> Any | None:
-    """Liger's fused loss if its chunk size can be set; older versions cannot."""
-    from liger_kernel.transformers import functional
-
-    found = functional.liger_fused_linear_cross_entropy
-    return found if "chunk_mem_const" in signature(found).parameters else None
 
 
 # Preparation: kernels, adapters, compilation, activation checkpointing
@@ -190,7 +169,9 @@ def prepare_model(model: Any, strategy: Strategy, training: Training) -> Any:
     model.train()
     layers = decoder_layers(model)
     if strategy.compile:
-        compile_layers(layers)
+        # Layer by layer: all share one graph, and wrappers stay outside of it.
+        for layer in layers:
+            layer.forward = torch.compile(layer.forward)
     recompute_layers(layers[: strategy.count_recomputed(len(layers))])
     return model
 
@@ -205,15 +186,31 @@ def recompute_layers(layers: list[nn.Module]) -> None:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
-def compile_layers(layers: list[nn.Module]) -> None:
-    """Compile layer by layer: all share one graph, and wrappers stay outside of it."""
-    for layer in layers:
-        layer.forward = torch.compile(layer.forward)
-
-
-def make_load_request(strategy: Strategy, training: Training) -> LoadRequest:
-    """How to load the base model. Seeds torch: random weights are the same on every rank."""
-    torch.manual_seed(training.seed)
-    return LoadRequest.from_strategy(
-        strategy, is_packed=strategy.packing, random_weights=training.random_weights
-    )
+def build_optimizer(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], kind: OptimizerKind, training: Training
+) -> Optimizer:
+    """The optimizer of all trained parameters, without weight decay for vectors (norms, biases)."""
+    record = kind.record
+    matrices: list[nn.Parameter] = []
+    vectors: list[nn.Parameter] = []
+    for _, parameter in named_parameters:
+        if parameter.requires_grad:
+            # A parameter partitioned by ZeRO-3 is flat, with its shape in `ds_shape`.
+            shape = getattr(parameter, "ds_shape", parameter.shape)
+            (matrices if len(shape) >= 2 else vectors).append(parameter)
+    groups = [
+        {"params": parameters, "weight_decay": decay}
+        for parameters, decay in ((matrices, training.weight_decay), (vectors, 0.0))
+        if parameters
+    ]
+    module, _, name = record.factory.partition(":")
+    try:
+        factory: Any = getattr(import_module(module), name)
+    except ImportError as error:
+        package = record.package or module
+        raise SetupError(
+            f"The plan's optimizer {kind.value} needs {package}, which is not installed.",
+            remedy=f"pip install {package}, or --set optimizer=adamw",
+        ) from error
+    made: Optimizer = factory(groups, lr=training.learning_rate, **record.options)
+    return made

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gc
 import inspect
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +24,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import UserError
-from tightfit.core.strategy import Offload, Sharding, Strategy
-from tightfit.core.training import Training
+from tightfit.core.settings import Offload, Sharding
+from tightfit.core.strategy import Strategy, Training
 from tightfit.planning.plan import Plan
-from tightfit.runtime.devices import torch_dtype
 from tightfit.runtime.layers import decoder_layers
-from tightfit.runtime.load import (
-    LoadRequest,
-    load_base,
-    load_meta,
-    make_quantized_linear,
-    mark_quantized,
-)
+from tightfit.runtime.libraries import torch_dtype
+from tightfit.runtime.load import load_base, load_meta, make_quantized_linear, mark_quantized
 from tightfit.runtime.staged import prefer_staged
 from tightfit.training.distributed import DistContext, broadcast_object, init_single_process_group
-from tightfit.training.model import Objective, make_load_request, prepare_model
+from tightfit.training.model import Objective, prepare_model
 
 # nf4 weights in shards
 
@@ -48,38 +41,22 @@ QUANTIZED_TOLERANCE = 1e-3
 codes or scales give errors as large as the outputs."""
 
 
-def list_4bit_modules(model: nn.Module) -> list[str]:
-    """Names of the modules with 4-bit weights."""
-    return [name for name, module in model.named_modules() if _is_4bit(module)]
-
-
-def quantize_meta_model(model: Any, names: list[str], request: LoadRequest) -> None:
+def quantize_meta_model(model: Any, names: list[str], strategy: Strategy) -> None:
     """Replace the modules that are 4-bit in rank 0's model by 4-bit ones without values."""
     if not names:
         return
     for name in names:
-        model.set_submodule(name, make_quantized_linear(model.get_submodule(name), request))
-    mark_quantized(model, request)
+        model.set_submodule(name, make_quantized_linear(model.get_submodule(name), strategy))
+    mark_quantized(model, strategy)
 
 
-def split_quantized(tensor: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def split_quantized(tensor: Tensor) -> SentTensor:
     """Codes as a plain tensor, and their scales; a plain tensor has no scales."""
     state = getattr(tensor, "quant_state", None)
     plain = tensor.detach()
     if state is None:
         return plain, {}
     return plain.as_subclass(Tensor), state.as_dict(packed=True)
-
-
-def rebuild_quantized(codes: Tensor, statistics: dict[str, Tensor], owner: nn.Module) -> Tensor:
-    """bitsandbytes' parameter from codes and scales; `owner` keeps the scales that FSDP drops."""
-    from bitsandbytes.nn import modules
-
-    params_4bit: Any = modules.Params4bit
-    rebuilt: Tensor = params_4bit.from_prequantized(
-        codes, statistics, requires_grad=False, device=codes.device, module=owner
-    )
-    return rebuilt
 
 
 class QuantizedShardCheck:
@@ -95,7 +72,7 @@ class QuantizedShardCheck:
 
     def note(self, layer: nn.Module) -> None:
         """Record the outputs of the layer's unsharded matrices."""
-        for matrix in _list_4bit(layer):
+        for matrix in _find_4bit(layer).values():
             self._expected[id(matrix)] = self._run(matrix)
 
     def compare(self, layers: list[nn.Module]) -> None:
@@ -106,7 +83,7 @@ class QuantizedShardCheck:
         for layer in layers:
             gathered: Any = layer
             gathered.unshard()
-            for matrix in _list_4bit(layer):
+            for matrix in _find_4bit(layer).values():
                 worst = torch.maximum(worst, self._distance(matrix))
             gathered.reshard()
         self._expected.clear()
@@ -137,14 +114,14 @@ class QuantizedShardCheck:
         return output
 
 
-def _list_4bit(module: nn.Module) -> list[nn.Module]:
-    return [part for part in module.modules() if _is_4bit(part)]
-
-
-def _is_4bit(module: nn.Module) -> bool:
-    # By name: bitsandbytes may not be installed. peft's wrapper has the same class name.
-    is_bitsandbytes = type(module).__module__.startswith("bitsandbytes.")
-    return is_bitsandbytes and type(module).__name__ == "Linear4bit"
+def _find_4bit(module: nn.Module) -> dict[str, nn.Module]:
+    """Modules with 4-bit weights. By name: bitsandbytes may not be installed, and peft's wrapper
+    has the same class name."""
+    return {
+        name: part
+        for name, part in module.named_modules()
+        if type(part).__module__.startswith("bitsandbytes.") and type(part).__name__ == "Linear4bit"
+    }
 
 
 def replicate(module: nn.Module, context: DistContext) -> DistributedDataParallel:
@@ -156,7 +133,10 @@ def replicate(module: nn.Module, context: DistContext) -> DistributedDataParalle
         if parameter.requires_grad:
             dist.broadcast(parameter.detach(), src=0)
     on_gpu = context.device.type == "cuda"
-    buffers: dict[str, Any] = {_buffer_option(): False}
+    # torch 2.13 renamed the option and warns about the old name.
+    known = inspect.signature(DistributedDataParallel).parameters
+    is_new = "forward_sync_buffers" in known
+    buffers: dict[str, Any] = {"forward_sync_buffers" if is_new else "broadcast_buffers": False}
     return DistributedDataParallel(
         module,
         device_ids=[context.device.index] if on_gpu else None,
@@ -166,20 +146,24 @@ def replicate(module: nn.Module, context: DistContext) -> DistributedDataParalle
     )
 
 
-def _buffer_option() -> str:
-    """torch 2.13 renamed the option and warns about the old name."""
-    known = inspect.signature(DistributedDataParallel).parameters
-    return "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-
-
 class Sharder:
     """`fully_shard` with one plan's settings: first each layer, then the rest."""
 
     def __init__(self, strategy: Strategy, context: DistContext) -> None:
+        precision = MixedPrecisionPolicy()
+        if strategy.weights is Dtype.FP32 and strategy.compute is not Dtype.FP32:
+            # Cast fp32 weights as they are gathered, and reduce in fp32. Other strategies compute
+            # in the stored dtype or under autocast.
+            precision = MixedPrecisionPolicy(
+                param_dtype=torch_dtype(strategy.compute), reduce_dtype=torch_dtype(Dtype.FP32)
+            )
+        offload = OffloadPolicy()
+        if strategy.offload is not Offload.NONE:
+            offload = CPUOffloadPolicy(pin_memory=context.device.type == "cuda")
         self._settings: dict[str, Any] = {
             "mesh": make_mesh(strategy, context),
-            "mp_policy": choose_precision(strategy),
-            "offload_policy": choose_offload(strategy, context),
+            "mp_policy": precision,
+            "offload_policy": offload,
         }
         self._reshards = strategy.sharding is not Sharding.FSDP_GRAD_OP
 
@@ -197,33 +181,16 @@ def make_mesh(strategy: Strategy, context: DistContext) -> DeviceMesh:
     if not dist.is_initialized():
         init_single_process_group(context)
     if strategy.sharding is Sharding.FSDP_HYBRID:
-        shape = (context.num_nodes, context.local_world_size)
+        shape = (context.world_size // context.local_world_size, context.local_world_size)
         return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
     return init_device_mesh(kind, (context.world_size,), mesh_dim_names=("shard",))
-
-
-def choose_precision(strategy: Strategy) -> MixedPrecisionPolicy:
-    """Cast fp32 weights to a 16-bit compute dtype as they are gathered, and reduce in fp32.
-
-    Other strategies compute in the stored dtype or under autocast.
-    """
-    is_mixed = strategy.weights is Dtype.FP32 and strategy.compute is not Dtype.FP32
-    if not is_mixed:
-        return MixedPrecisionPolicy()
-    return MixedPrecisionPolicy(
-        param_dtype=torch_dtype(strategy.compute), reduce_dtype=torch_dtype(Dtype.FP32)
-    )
-
-
-def choose_offload(strategy: Strategy, context: DistContext) -> OffloadPolicy:
-    if strategy.offload is Offload.NONE:
-        return OffloadPolicy()
-    return CPUOffloadPolicy(pin_memory=context.device.type == "cuda")
 
 
 # Loading into shards
 
 _Shape = tuple[tuple[int, ...], torch.dtype]
+SentTensor = tuple[Tensor, dict[str, Tensor]]
+"""A parameter's or buffer's values and, if it is quantized, its scales."""
 
 
 def load_sharded(plan: Plan, training: Training, context: DistContext) -> Objective:
@@ -234,26 +201,24 @@ def load_sharded(plan: Plan, training: Training, context: DistContext) -> Object
     holds more than its shards and one whole layer (then the embeddings).
     """
     strategy = plan.strategy
-    request = make_load_request(strategy, training)
     folder = prefer_staged(Path(training.model_path))
-    whole = load_base(folder, request, torch.device("cpu")) if context.is_first else None
-    quantized_names = broadcast_object(None if whole is None else list_4bit_modules(whole))
-    meta_model = load_meta(folder, request)
-    quantize_meta_model(meta_model, quantized_names, request)
+    torch.manual_seed(training.seed)
+    whole = None
+    if context.is_first:
+        whole = load_base(
+            folder, strategy, torch.device("cpu"), random_weights=training.random_weights
+        )
+    quantized_names = broadcast_object(None if whole is None else list(_find_4bit(whole)))
+    meta_model = load_meta(folder, strategy)
+    quantize_meta_model(meta_model, quantized_names, strategy)
     source = None
     if whole is not None:
         prepared = prepare_model(whole, strategy, training)
         source = _take_tensors(Objective.from_strategy(prepared, strategy))
         whole = None
     module = Objective.from_strategy(prepare_model(meta_model, strategy, training), strategy)
-    _fill_and_shard(
-        module, WeightReceiver(module, source, context.device), Sharder(strategy, context)
-    )
-    return module
-
-
-def _fill_and_shard(module: Objective, receiver: WeightReceiver, sharder: Sharder) -> None:
-    check = QuantizedShardCheck(receiver.device)
+    receiver, sharder = WeightReceiver(module, source, context.device), Sharder(strategy, context)
+    check = QuantizedShardCheck(context.device)
     layers = decoder_layers(module)
     for layer in layers:
         receiver.fill(layer)
@@ -262,29 +227,25 @@ def _fill_and_shard(module: Objective, receiver: WeightReceiver, sharder: Sharde
     receiver.fill(module)
     sharder.shard_rest(module)
     check.compare(layers)
+    return module
 
 
-@dataclass(slots=True, kw_only=True)
-class _SentTensor:
-    """One parameter or buffer to broadcast: its values and, if quantized, its scales."""
-
-    values: Tensor
-    statistics: dict[str, Tensor]
-
-    def describe(self) -> tuple[_Shape, dict[str, _Shape]]:
-        return _shape(self.values), {key: _shape(part) for key, part in self.statistics.items()}
+def _describe(sent: SentTensor) -> tuple[_Shape, dict[str, _Shape]]:
+    values, scales = sent
+    shapes = {key: (tuple(part.shape), part.dtype) for key, part in scales.items()}
+    return (tuple(values.shape), values.dtype), shapes
 
 
 class WeightReceiver:
     """Fills a meta-device model with rank 0's values, part by part."""
 
     def __init__(
-        self, module: nn.Module, source: dict[str, _SentTensor] | None, device: torch.device
+        self, module: nn.Module, source: dict[str, SentTensor] | None, device: torch.device
     ) -> None:
         self.device = device
         self._source = source
         self._layout: dict[str, tuple[_Shape, dict[str, _Shape]]] = broadcast_object(
-            None if source is None else {name: sent.describe() for name, sent in source.items()}
+            None if source is None else {name: _describe(sent) for name, sent in source.items()}
         )
         self._names = {id(tensor): name for name, tensor in _named_tensors(module)}
         self._homes: dict[int, list[tuple[nn.Module, str]]] = {}
@@ -300,10 +261,25 @@ class WeightReceiver:
             if not empty.is_meta:
                 continue
             homes = self._homes[id(empty)]
-            values, statistics = self._receive(self._names[id(empty)])
+            name = self._names[id(empty)]
+            sent: SentTensor | tuple[None, dict[str, Tensor]] = (None, {})
+            if self._source is not None:
+                sent = self._source.pop(name)
+            whole, scales = sent
+            shape, shapes = self._layout[name]
+            values = self._broadcast(whole, shape)
+            statistics = {
+                key: self._broadcast(scales.get(key), part) for key, part in shapes.items()
+            }
             filled: Tensor
             if statistics:
-                filled = rebuild_quantized(values, statistics, homes[0][0])
+                from bitsandbytes.nn import modules
+
+                params_4bit: Any = modules.Params4bit
+                # The owner keeps the scales, which FSDP drops.
+                filled = params_4bit.from_prequantized(
+                    values, statistics, requires_grad=False, device=self.device, module=homes[0][0]
+                )
             elif isinstance(empty, nn.Parameter):
                 filled = nn.Parameter(values, requires_grad=empty.requires_grad)
             else:
@@ -311,16 +287,6 @@ class WeightReceiver:
             for owner, name in homes:
                 own = owner._buffers if name in owner._buffers else owner._parameters
                 own[name] = filled  # type: ignore[assignment]
-
-    def _receive(self, name: str) -> tuple[Tensor, dict[str, Tensor]]:
-        sent = None if self._source is None else self._source.pop(name)
-        shape, statistics = self._layout[name]
-        values = self._broadcast(None if sent is None else sent.values, shape)
-        parts = {
-            key: self._broadcast(None if sent is None else sent.statistics[key], part)
-            for key, part in statistics.items()
-        }
-        return values, parts
 
     def _broadcast(self, tensor: Tensor | None, shape: _Shape) -> Tensor:
         if tensor is None:
@@ -331,12 +297,9 @@ class WeightReceiver:
         return tensor
 
 
-def _take_tensors(module: nn.Module) -> dict[str, _SentTensor]:
+def _take_tensors(module: nn.Module) -> dict[str, SentTensor]:
     """Move all tensors out of the module, so that each can be freed when it is sent."""
-    taken = {}
-    for name, tensor in _named_tensors(module):
-        values, statistics = split_quantized(tensor)
-        taken[name] = _SentTensor(values=values, statistics=statistics)
+    taken = {name: split_quantized(tensor) for name, tensor in _named_tensors(module)}
     for owner in module.modules():
         owner._parameters.clear()
         owner._buffers.clear()
@@ -347,7 +310,3 @@ def _take_tensors(module: nn.Module) -> dict[str, _SentTensor]:
 def _named_tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
     """Parameters and buffers; tied ones once."""
     return [*module.named_parameters(), *module.named_buffers()]
-
-
-def _shape(tensor: Tensor) -> _Shape:
-    return tuple(tensor.shape), tensor.dtype

@@ -79,17 +79,6 @@ class Update:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StepPlan:
-    """The inputs of one step beside its batches."""
-
-    num_trained_tokens: int
-    """Over all ranks and micro-batches."""
-    learning_rate: float
-    seeds: tuple[int, ...]
-    """One per micro-batch: dropout is reproducible without saved random state."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StepOutcome:
     """One rank's result of a step."""
 
@@ -98,16 +87,24 @@ class StepOutcome:
     update: Update
 
 
-def train_step(engine: Engine, batches: Sequence[Batch], plan: StepPlan) -> StepOutcome:
+def train_step(
+    engine: Engine,
+    batches: Sequence[Batch],
+    *,
+    num_trained_tokens: int,
+    learning_rate: float,
+    seeds: Sequence[int],
+) -> StepOutcome:
     """Forward and backward over every micro-batch, then one update.
 
     The loss is the mean over the step's trained tokens of all ranks, so each token has the same
     weight however rows are split. DDP, FSDP and ZeRO average gradients over ranks, so each rank
-    scales its sum by `world_size`.
+    scales its sum by `world_size`. One seed per micro-batch: dropout is reproducible without
+    saved random state.
     """
-    scale = engine.world_size / plan.num_trained_tokens
+    scale = engine.world_size / num_trained_tokens
     sums = []
-    for position, (batch, seed) in enumerate(zip(batches, plan.seeds, strict=True)):
+    for position, (batch, seed) in enumerate(zip(batches, seeds, strict=True)):
         torch.manual_seed(seed)
         with engine.accumulate(is_last=position == len(batches) - 1):
             with engine.autocast():
@@ -115,7 +112,7 @@ def train_step(engine: Engine, batches: Sequence[Batch], plan: StepPlan) -> Step
             sums.append(loss.detach())
             engine.backward(loss * scale)
             del loss
-    update = engine.update(plan.learning_rate)
+    update = engine.update(learning_rate)
     return StepOutcome(loss_sum=torch.stack(sums).sum(), update=update)
 
 

@@ -7,7 +7,6 @@ import os
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,16 @@ from torch import Tensor, nn
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError, SetupError, UserError
-from tightfit.core.strategy import Loss, Method, Sharding, Strategy
-from tightfit.core.training import Training
+from tightfit.core.settings import Loss, Method, Sharding
+from tightfit.core.strategy import Strategy
 from tightfit.estimation.state import ZERO3_LIVE_VALUES, ZERO_BUCKET_VALUES
 from tightfit.planning.plan import Plan
 from tightfit.runtime.attention import register_attention
 from tightfit.runtime.libraries import silence_libraries
-from tightfit.runtime.load import LoadRequest, build_model, load_base, read_config, read_model
+from tightfit.runtime.load import build_model, load_base, read_config, read_model
 from tightfit.runtime.staged import prefer_staged
 from tightfit.training.distributed import DistContext, init_single_process_group
-from tightfit.training.model import Objective, make_load_request, prepare_model
-from tightfit.training.optimizers import build_optimizer
+from tightfit.training.model import Objective, build_optimizer, prepare_model
 from tightfit.training.step import Update
 
 # DeepSpeed config: every number that the memory estimate depends on is explicit
@@ -46,7 +44,23 @@ def make_zero_config(plan: Plan) -> dict[str, Any]:
     Meanings: https://www.deepspeed.ai/docs/config-json/.
     """
     strategy = plan.strategy
+    compute, stage = strategy.compute, _STAGES[strategy.sharding]
     clip = None if plan.training is None else plan.training.max_grad_norm
+    zero: dict[str, Any] = {
+        "reduce_bucket_size": ZERO_BUCKET_VALUES,
+        "allgather_bucket_size": ZERO_BUCKET_VALUES,
+        "contiguous_gradients": True,
+        # Overlap would need a second bucket, which the estimate does not count.
+        "overlap_comm": False,
+        "reduce_scatter": True,
+    }
+    if stage == 3:
+        zero = make_stage3_fields(plan.model.hidden_size)
+    on_host = {"device": "cpu", "pin_memory": not plan.hardware.node.gpu.is_cpu}
+    if strategy.offload.moves_optimizer:
+        zero["offload_optimizer"] = on_host
+    if strategy.offload.moves_params:
+        zero["offload_param"] = on_host
     return {
         "train_micro_batch_size_per_gpu": strategy.micro_batch,
         "gradient_accumulation_steps": strategy.grad_accum,
@@ -55,17 +69,8 @@ def make_zero_config(plan: Plan) -> dict[str, Any]:
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "wall_clock_breakdown": False,
-        **_precision(strategy.compute),
-        "zero_optimization": _zero(plan, strategy),
-    }
-
-
-def _precision(compute: Dtype) -> dict[str, Any]:
-    """16-bit weights and gradients with an fp32 master copy, or fp32 throughout.
-
-    A step whose gradients are not finite is skipped in every precision.
-    """
-    return {
+        # 16-bit weights and gradients with an fp32 master copy, or fp32 throughout. A step whose
+        # gradients are not finite is skipped in every precision.
         "bf16": {"enabled": compute is Dtype.BF16, "check_grad_overflow": True},
         # As torch's GradScaler: starts at 2^16, halved at once, doubled after 2000 steps.
         "fp16": {
@@ -77,28 +82,7 @@ def _precision(compute: Dtype) -> dict[str, Any]:
             "min_loss_scale": 1,
         },
         "data_types": {"grad_accum_dtype": compute.value},
-    }
-
-
-def _zero(plan: Plan, strategy: Strategy) -> dict[str, Any]:
-    stage = _STAGES[strategy.sharding]
-    fields = make_stage3_fields(plan.model.hidden_size) if stage == 3 else _stages_1_and_2()
-    is_pinned = not plan.hardware.node.gpu.is_cpu
-    if strategy.offload.moves_optimizer:
-        fields["offload_optimizer"] = {"device": "cpu", "pin_memory": is_pinned}
-    if strategy.offload.moves_params:
-        fields["offload_param"] = {"device": "cpu", "pin_memory": is_pinned}
-    return {"stage": stage, **fields}
-
-
-def _stages_1_and_2() -> dict[str, Any]:
-    return {
-        "reduce_bucket_size": ZERO_BUCKET_VALUES,
-        "allgather_bucket_size": ZERO_BUCKET_VALUES,
-        "contiguous_gradients": True,
-        # Overlap would need a second bucket, which the estimate does not count.
-        "overlap_comm": False,
-        "reduce_scatter": True,
+        "zero_optimization": {"stage": stage, **zero},
     }
 
 
@@ -117,51 +101,6 @@ def make_stage3_fields(hidden_size: int) -> dict[str, Any]:
     }
 
 
-# Loading under ZeRO-3: each parameter is partitioned as it is created
-
-
-def enable_zero3_init(config: dict[str, Any]) -> Any:
-    """Make transformers and peft partition parameters for as long as the result is referenced.
-
-    transformers then builds modules inside `deepspeed.zero.Init` and fills them one by one: rank 0
-    reads a tensor from the mapped file, each rank keeps its part. Every rank must load, or the
-    others wait forever.
-    """
-    from transformers.integrations import deepspeed as integration
-
-    make_config: Any = integration.HfDeepSpeedConfig
-    return make_config(config)
-
-
-def disable_zero3_init() -> None:
-    """Undo `enable_zero3_init` for the next model of this process."""
-    from transformers.integrations import deepspeed as integration
-
-    unset: Any = integration.unset_hf_deepspeed_config
-    unset()
-
-
-def load_partitioned(folder: Path, request: LoadRequest) -> Any:
-    """The base model in training mode, partitioned; call after `enable_zero3_init`."""
-    silence_libraries()
-    register_attention()
-    config = read_config(folder, request)
-    if getattr(config, "quantization_config", None) is not None:
-        raise InvalidInputError(
-            f"{folder} is already quantized, and ZeRO-3 partitions unquantized weights.",
-            remedy="name the model it was made from",
-        )
-    if request.random_weights:
-        model = build_model(config, request)
-    else:
-        model = read_model(folder, config, request)
-    model.config.use_cache = False
-    return model.train()
-
-
-# Starting DeepSpeed
-
-
 def start_deepspeed(context: DistContext) -> Any:
     """Import deepspeed, bound to the context's device and torch's process group.
 
@@ -170,19 +109,6 @@ def start_deepspeed(context: DistContext) -> Any:
     """
     # Read at import; by default DeepSpeed takes the GPU even for a plan on the CPU.
     os.environ["DS_ACCELERATOR"] = context.device.type
-    deepspeed = _import_deepspeed()
-    _silence_deepspeed()
-    deepspeed.ops.__compatible_ops__ = {}
-    _match_accelerator(context)
-    os.environ.setdefault("LOCAL_RANK", str(context.local_rank))  # required without torchrun too
-    if not dist.is_initialized():
-        init_single_process_group(context)
-    # The process group exists: no MPI discovery.
-    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
-    return deepspeed
-
-
-def _import_deepspeed() -> Any:
     try:
         import deepspeed
     except ImportError as error:
@@ -190,28 +116,27 @@ def _import_deepspeed() -> Any:
             f"The plan uses ZeRO, and DeepSpeed cannot be imported: {error}.",
             remedy="pip install 'tightfit[zero]', or --set sharding=fsdp",
         ) from error
-    return deepspeed
-
-
-def _silence_deepspeed() -> None:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     # torch 2.13 renames collectives that DeepSpeed 0.19 still calls by their old names.
     warnings.filterwarnings(
         "ignore", message=r"`torch\.distributed\.\w+` is deprecated", category=FutureWarning
     )
-
-
-def _match_accelerator(context: DistContext) -> None:
-    """Refuse an accelerator that an earlier import of deepspeed chose for another device."""
+    deepspeed.ops.__compatible_ops__ = {}
     from deepspeed.accelerator import get_accelerator
 
     name = get_accelerator().device_name()
-    if name.partition(":")[0] != context.device.type:
+    if name.partition(":")[0] != context.device.type:  # chosen by an earlier import
         raise SetupError(
             f"DeepSpeed was started for {name} in this process, and the plan runs on "
             f"{context.device.type}.",
             remedy=f"export DS_ACCELERATOR={context.device.type}",
         )
+    os.environ.setdefault("LOCAL_RANK", str(context.local_rank))  # required without torchrun too
+    if not dist.is_initialized():
+        init_single_process_group(context)
+    # The process group exists: no MPI discovery.
+    deepspeed.init_distributed(auto_mpi_discovery=False, verbose=False)
+    return deepspeed
 
 
 _STATE_FOLDER = "zero"
@@ -282,14 +207,6 @@ class ZeroEngine:
         )
 
     def load_state(self, folder: Path) -> None:
-        self._check_state(folder)
-        path, _ = self.engine.load_checkpoint(
-            str(folder), tag=_STATE_FOLDER, load_module_strict=False
-        )
-        if path is None:
-            raise _cannot_resume(folder, "DeepSpeed finds nothing to load in it")
-
-    def _check_state(self, folder: Path) -> None:
         inside = folder / _STATE_FOLDER
         num_saved = len(list(inside.glob("*zero_pp_rank_*_optim_states.pt")))
         if num_saved == 0:
@@ -304,6 +221,11 @@ class ZeroEngine:
                 remedy=f"resume on {num_saved} GPUs, or start a new run with --set sharding=fsdp, "
                 "which resumes on any number",
             )
+        path, _ = self.engine.load_checkpoint(
+            str(folder), tag=_STATE_FOLDER, load_module_strict=False
+        )
+        if path is None:
+            raise _cannot_resume(folder, "DeepSpeed finds nothing to load in it")
 
     def trained_state(self) -> dict[str, Tensor]:
         """Full tensors on rank 0's CPU, gathered one at a time; on others nothing."""
@@ -313,54 +235,59 @@ class ZeroEngine:
             for name, parameter in self.model.named_parameters()
             if is_full or parameter.requires_grad
         }
-        kept: dict[str, Tensor] = {}
-        with self._without_prefetch():
-            for name, parameter in wanted.items():
-                with self._gathered(parameter):
-                    if self._context.is_first:
-                        kept[name] = parameter.detach().cpu().clone()
-        return kept
-
-    @contextmanager
-    def _without_prefetch(self) -> Iterator[None]:
-        """Finish ZeRO-3's prefetches, which may still be gathering the next layer."""
         is_partitioned = self.strategy.sharding.shards_weights
-        if is_partitioned:
+        kept: dict[str, Tensor] = {}
+        if is_partitioned:  # finish prefetches, which may still be gathering the next layer
             self.optimizer.checkpoint_event_prologue()
-        yield
+        for name, parameter in wanted.items():
+            with _gathered(parameter) if is_partitioned else nullcontext():
+                if self._context.is_first:
+                    kept[name] = parameter.detach().cpu().clone()
         if is_partitioned:
             self.optimizer.checkpoint_event_epilogue()
-
-    def _gathered(self, parameter: nn.Parameter) -> AbstractContextManager[object]:
-        if not self.strategy.sharding.shards_weights:
-            return nullcontext()
-        import deepspeed
-
-        context: AbstractContextManager[object] = deepspeed.zero.GatheredParameters([parameter])
-        return context
+        return kept
 
     def close(self) -> None:
         """Free hooks and buffers, so that another engine can be built."""
         self.engine.destroy()
         if self._loading is not None:
-            disable_zero3_init()
+            from transformers.integrations import deepspeed as integration
+
+            unset: Any = integration.unset_hf_deepspeed_config
+            unset()
+
+
+def _gathered(parameter: nn.Parameter) -> AbstractContextManager[object]:
+    import deepspeed
+
+    context: AbstractContextManager[object] = deepspeed.zero.GatheredParameters([parameter])
+    return context
 
 
 def build_zero_engine(plan: Plan, context: DistContext) -> ZeroEngine:
     """Load as the stage requires, prepare, and call `deepspeed.initialize`."""
     training = plan.training
-    if training is None:
-        raise UserError(
-            "The plan says what would run, but not on which data.",
-            remedy="tightfit train RECIPE.YAML",
-        )
+    assert training is not None, "a plan that runs says what it learns"
     deepspeed = start_deepspeed(context)
     strategy = to_deepspeed_strategy(plan.strategy)
     config = make_zero_config(plan)
-    loading = enable_zero3_init(config) if _is_partitioned_at_once(strategy) else None
-    model = prepare_model(_load_model(strategy, training, context), strategy, training)
+    is_zero3, is_quantized = strategy.sharding is Sharding.ZERO3, strategy.weights.is_quantized
+    folder = prefer_staged(Path(training.model_path))
+    torch.manual_seed(training.seed)  # random weights are the same on every rank
+    loading = None
+    if is_zero3 and not is_quantized:
+        from transformers.integrations import deepspeed as integration
+
+        # As long as this is referenced, transformers and peft partition each parameter as it is
+        # created: rank 0 reads a tensor from the mapped file, each rank keeps its part.
+        make_config: Any = integration.HfDeepSpeedConfig
+        loading = make_config(config)
+        base = _load_partitioned(folder, strategy, random_weights=training.random_weights)
+    else:
+        base = load_base(folder, strategy, context.device, random_weights=training.random_weights)
+    model = prepare_model(base, strategy, training)
     objective = Objective.from_strategy(model, strategy)
-    if strategy.sharding is Sharding.ZERO3 and strategy.loss is Loss.FUSED:
+    if is_zero3 and strategy.loss is Loss.FUSED:
         # The fused loss reads the head's weight without calling the head, whose hook gathers it.
         deepspeed.zero.register_external_parameter(objective, model.get_output_embeddings().weight)
     optimizer = build_optimizer(objective.named_parameters(), strategy.optimizer, training)
@@ -371,6 +298,24 @@ def build_zero_engine(plan: Plan, context: DistContext) -> ZeroEngine:
     return ZeroEngine(engine, strategy=plan.strategy, context=context, loading=loading)
 
 
+def _load_partitioned(folder: Path, strategy: Strategy, *, random_weights: bool) -> Any:
+    """The base model in training mode, partitioned. Every rank must load, or the others wait."""
+    silence_libraries()
+    register_attention()
+    config = read_config(folder, strategy)
+    if getattr(config, "quantization_config", None) is not None:
+        raise InvalidInputError(
+            f"{folder} is already quantized, and ZeRO-3 partitions unquantized weights.",
+            remedy="name the model it was made from",
+        )
+    if random_weights:
+        model = build_model(config, strategy)
+    else:
+        model = read_model(folder, config, strategy)
+    model.config.use_cache = False
+    return model.train()
+
+
 def to_deepspeed_strategy(strategy: Strategy) -> Strategy:
     """The strategy with weights and adapters in the compute dtype; DeepSpeed keeps fp32 masters."""
     if strategy.compute.value_bytes != 2:
@@ -379,22 +324,6 @@ def to_deepspeed_strategy(strategy: Strategy) -> Strategy:
     return strategy.model_copy(
         update={"weights": weights, "adapter_dtype": strategy.compute, "autocast": False}
     )
-
-
-def _is_partitioned_at_once(strategy: Strategy) -> bool:
-    """ZeRO-3 partitions parameters as they are created; quantized ones after loading."""
-    return strategy.sharding is Sharding.ZERO3 and not strategy.weights.is_quantized
-
-
-def _load_model(strategy: Strategy, training: Training, context: DistContext) -> Any:
-    request = make_load_request(strategy, training)
-    folder = prefer_staged(Path(training.model_path))
-    if _is_partitioned_at_once(strategy):
-        return load_partitioned(folder, request)
-    if strategy.weights.is_quantized and strategy.sharding is Sharding.ZERO3:
-        # ZeRO-3 gathers all parameters in one dtype, codes included.
-        request = replace(request, quant_storage=strategy.compute)
-    return load_base(folder, request, context.device)
 
 
 def _cannot_resume(folder: Path, why: str) -> UserError:

@@ -153,7 +153,7 @@ def watched_page(opened: Any, address: str) -> Iterator[Watched]:
             route.abort()
 
     watched.page.route("**/*", guard)
-    watched.page.on("pageerror", lambda fault: watched.errors.append(str(fault)))
+    watched.page.on("pageerror", lambda error: watched.errors.append(str(error)))
     try:
         watched.page.goto(address)
         yield watched

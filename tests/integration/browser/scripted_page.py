@@ -1,4 +1,4 @@
-"""A compare page over engines without models: `scripted_page.py VOTES TOKEN_SECONDS [PASSWORD]`."""
+"""The page over engines without models: `scripted_page.py VOTES TOKEN_SECONDS [PASSWORD]`."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from scripted_engine import ScriptedEngine, ScriptedPrompter
+from tightfit.api.ui import explore_without_paths
 from tightfit.core.sampling import Sampling
 from tightfit.data.formats import Message
 from tightfit.engines.protocol import Engine
-from tightfit.serving.compare.controls import ControlDefaults
-from tightfit.serving.compare.models import ComparedModel, ComparedModels
-from tightfit.serving.compare.page import ComparePage, make_compare_app
-from tightfit.serving.compare.server import address_of, bound_socket, serve_app
-from tightfit.serving.compare.votes import VoteFile
+from tightfit.serving.page.app import Page, PageVerbs, make_app, serve_app
+from tightfit.serving.page.models import PageModels
+from tightfit.serving.page.plan_tab import PlanForm
+from tightfit.serving.page.votes import VoteFile
+from tightfit.serving.sockets import bind_socket
 
 HOST = "127.0.0.1"
 
@@ -39,24 +40,25 @@ def opener(name: str, token_seconds: float) -> Callable[[], Engine]:
 
 
 def main(votes: str, token_seconds: str, password: str | None = None) -> None:
-    models = ComparedModels(
-        [
-            ComparedModel(name="model-one", open=opener("one", float(token_seconds))),
-            ComparedModel(name="model-two", open=opener("two", float(token_seconds))),
-        ],
+    models = PageModels(
+        {
+            "model-one": opener("one", float(token_seconds)),
+            "model-two": opener("two", float(token_seconds)),
+        },
         is_one_at_a_time=False,
     )
     models.load()
-    page = ComparePage(
+    page = Page(
         models=models,
         votes=VoteFile(Path(votes)),
-        defaults=ControlDefaults(sampling=Sampling(max_new_tokens=400)),
+        sampling=Sampling(max_new_tokens=400),
         password=password,
+        verbs=PageVerbs(explore=explore_without_paths, preview=None, open_models=None),
+        plan=PlanForm(job="Llama-2-7b", on="RTX-4090"),
+        first_tab="compare",
     )
-    with bound_socket(HOST, 0) as held:
-        serve_app(
-            make_compare_app(page), held, on_ready=lambda: print(address_of(held, HOST), flush=True)
-        )
+    bound = bind_socket(HOST, 0)
+    serve_app(make_app(page), bound, on_ready=lambda: print(f"{bound.url}/", flush=True))
 
 
 if __name__ == "__main__":

@@ -96,15 +96,15 @@ def test_stop_ends_both_answers_and_keeps_them(tab: Watched) -> None:
     assert all(page.locator(".tf-answer").all_inner_texts())
 
 
-def test_faults_are_said_where_they_belong(tab: Watched) -> None:
+def test_errors_are_said_where_they_belong(tab: Watched) -> None:
     page = tab.page
     page.click("#tf-go-compare")
-    page.wait_for_selector("#tf-verdict .tf-fault")
+    page.wait_for_selector("#tf-verdict .tf-error")
     assert "The prompt is empty." in page.inner_text("#tf-verdict")
 
     ask(page, "refuse me", most=20)
     wait_for_round(page)
-    assert "The chat template refuses" in page.inner_text("#tf-left .tf-fault")
+    assert "The chat template refuses" in page.inner_text("#tf-left .tf-error")
     assert all(page.is_disabled(f"#tf-vote-{place}") for place in range(4))
 
 

@@ -17,9 +17,8 @@ from machine_pace import allow, children_seconds
 from tightfit.hardware.calibration import Calibration
 from tightfit.hardware.local import probe_cpu
 from tightfit.runtime.calibrate.bench import Bench
-from tightfit.runtime.calibrate.context import _train_once, measure_context
 from tightfit.runtime.calibrate.kernels import CPU_SHAPES, measure_matmuls, measure_traffic
-from tightfit.runtime.calibrate.links import measure_collectives
+from tightfit.runtime.calibrate.links import _train_once, measure_collectives, measure_context
 
 
 def make_bench(seconds: float) -> Bench:
@@ -122,7 +121,7 @@ def test_what_does_not_fit_is_left_out() -> None:
 
     assert bench.try_seconds(refuse) is None
     with pytest.raises(RuntimeError, match="another"):
-        bench.try_seconds(lambda: (_ for _ in ()).throw(RuntimeError("another fault")))
+        bench.try_seconds(lambda: (_ for _ in ()).throw(RuntimeError("another error")))
 
 
 def test_collectives_over_two_processes() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from chaos_jobs import make_data, make_model
+
+from tiny_jobs import make_data, make_model
 
 
 @pytest.fixture(scope="session")

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from chaos_jobs import Job
+from tiny_jobs import Job
 
 
 class Nursery:
@@ -16,8 +16,8 @@ class Nursery:
 
     def __init__(self, job: Job) -> None:
         environment = job.surroundings()
-        here = Path(__file__).parent
-        paths = [environment.get("PYTHONPATH", ""), str(here), str(here.parents[1] / "support")]
+        support = Path(__file__).parents[2] / "support"
+        paths = [environment.get("PYTHONPATH", ""), str(support)]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         self._process = subprocess.Popen(
             [sys.executable, __file__],
@@ -57,8 +57,8 @@ def _serve() -> None:
     import transformers  # noqa: F401
     from transformers import AutoModelForCausalLM  # noqa: F401
 
-    import tightfit.training.artefact
-    import tightfit.training.build  # noqa: F401
+    import tightfit.training.checkpoint
+    import tightfit.training.loop  # noqa: F401
 
     print("ready", flush=True)
     for line in sys.stdin:

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from chaos_jobs import PATIENCE_SECONDS, Job, kill_tree, read_adapter, wait_for
 from chaos_nursery import Nursery
+
+from tiny_jobs import PATIENCE_SECONDS, Job, kill_tree, read_adapter, wait_for
 
 pytest_plugins = ("chaos_fixtures",)
 

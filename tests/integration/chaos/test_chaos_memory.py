@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chaos_jobs import PATIENCE_SECONDS, Job, make_data, make_model, wait_for
+
+from tiny_jobs import PATIENCE_SECONDS, Job, make_data, make_model, wait_for
 
 NUM_STEPS = 40
 MICRO_BATCH = 16
@@ -79,11 +80,11 @@ def list_changes(job: Job) -> list[dict[str, Any]]:
 
 PROBE = """
 import os, resource, sys
-import tightfit.training.build as build
-from tightfit.runtime.devices import is_out_of_memory
+import tightfit.training.loop as loop
+from tightfit.runtime.libraries import is_out_of_memory
 from tightfit.training.worker import main
 
-warm_up_step = build.warm_up_step
+warm_up_step = loop.warm_up_step
 
 def fits(limit, *given):
     # In a process of its own, which no other try has left in pieces: as a run meets its limit.
@@ -95,8 +96,8 @@ def fits(limit, *given):
             resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
             warm_up_step(*given)
             code = 0
-        except BaseException as fault:
-            code = 1 if is_out_of_memory(fault) else 2
+        except BaseException as error:
+            code = 1 if is_out_of_memory(error) else 2
         finally:
             os._exit(code)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -116,7 +117,7 @@ def measure(engine, batch, context):
     print(find_least(engine, half, context), find_least(engine, batch, context), flush=True)
     os._exit(0)
 
-build.warm_up_step = measure
+loop.warm_up_step = measure
 main([sys.argv[1]])
 """
 

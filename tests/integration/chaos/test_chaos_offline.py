@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from chaos_jobs import Job
+
+from tiny_jobs import Job
 
 pytest_plugins = ("chaos_fixtures",)
 

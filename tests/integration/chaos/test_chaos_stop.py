@@ -8,7 +8,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from chaos_jobs import PATIENCE_SECONDS, Job, list_tree, wait_for
+
+from tiny_jobs import PATIENCE_SECONDS, Job, list_tree, wait_for
 
 pytest_plugins = ("chaos_fixtures",)
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from chaos_jobs import PATIENCE_SECONDS, Job, kill_tree, wait_for
+
+from tiny_jobs import PATIENCE_SECONDS, Job, kill_tree, wait_for
 
 pytest_plugins = ("chaos_fixtures",)
 

@@ -17,7 +17,7 @@ import slurm_lab
 from slurm_lab import SlurmLab
 from tightfit.clusters.site import Site
 from tightfit.clusters.slurm.queue import JobState, cancel_jobs, read_jobs, submit_script
-from tightfit.clusters.slurm.script import BatchJob, write_script
+from tightfit.clusters.slurm.script import BatchJob, GpuRequest, JobResources, write_script
 
 pytest_plugins = ("slurm_lab",)
 
@@ -93,7 +93,7 @@ def test_the_inventory_is_what_slurm_says() -> None:
 
 def test_a_gpu_that_a_job_holds_is_not_free(submit: Submit) -> None:
     wait_until(lambda: list_nodes()["big01"]["gpus"][0]["num_free"] == 2)
-    job = submit("hold", "sleep 300", partition="gpu", gpus_per_node=1, gpu_kind="a100")
+    job = submit("hold", "sleep 300", partition="gpu", gpus_per_node=1, gpu=GpuRequest(kind="a100"))
     wait_until(lambda: is_running(job))
     node = list_nodes()["big01"]
     assert (node["state"], node["gpus"][0]["num_free"], node["num_free_cores"]) == ("mixed", 1, 3)
@@ -134,9 +134,9 @@ def test_a_node_without_power_is_down(lab: SlurmLab) -> None:
 
 
 def test_plans_are_made_per_partition(submit: Submit) -> None:
-    job = submit("hold", "sleep 300", partition="gpu", gpus_per_node=2, gpu_kind="a100")
+    job = submit("hold", "sleep 300", partition="gpu", gpus_per_node=2, gpu=GpuRequest(kind="a100"))
     wait_until(lambda: is_running(job))
-    reported = tell("plan", MODEL, "--on", "slurm", "--no-trace")
+    reported = tell("plan", MODEL, "--on", "slurm")
     groups = {group["name"]: group for group in reported["groups"]}
     kinds = ("1xv100d32q", "2xa100")
     assert groups.keys() == {f"{where}/{kind}" for where in ("gpu", "low") for kind in kinds}
@@ -147,7 +147,7 @@ def test_plans_are_made_per_partition(submit: Submit) -> None:
 
 @pytest.mark.usefixtures("lab")
 def test_a_partition_without_gpus_is_planned_when_it_is_named() -> None:
-    reported = tell("plan", MODEL, "--on", "slurm:cpu", "--no-trace")
+    reported = tell("plan", MODEL, "--on", "slurm:cpu")
     hardware = reported["plans"][0]["hardware"]
     assert hardware["group"] == "cpu"
     assert hardware["node"]["gpu"]["is_cpu"]
@@ -162,7 +162,7 @@ def test_an_array_takes_the_nodes_in_turns(submit: Submit, tmp_path: Path) -> No
         f"hostname > {tmp_path}/answer.{number}",
         f"until [ -e {tmp_path}/go ]; do sleep 0.2; done",
         partition="cpu",
-        cores_per_node=4,
+        resources=JobResources(cores=4, warn_seconds=0),
         array_size=4,
     )
     wait_until(lambda: is_running(job))

@@ -1,4 +1,4 @@
-"""Hosts as namespaces: all right passes with figures, and each planted fault is named in time."""
+"""Hosts as namespaces: all right passes with figures, and each planted error is named in time."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ import psutil
 import pytest
 
 from namespaces import DEVICE, Hosts, list_processes, open_hosts
-
-sys.path.append(str(Path(__file__).parents[1] / "chaos"))
-from chaos_jobs import Job, kill_tree, make_data, make_model
+from tiny_jobs import Job, kill_tree, make_data, make_model
 
 PORT = 29_544
 MOST_SECONDS = 60.0
@@ -54,8 +52,8 @@ class Told:
         found = [f for f in self.report["findings"] if f["area"] == area]
         return [f for f in found if not statuses or f["status"] in statuses]
 
-    def faults(self) -> list[tuple[str, str]]:
-        return [(f["area"], f["detail"]) for f in self.report["findings"] if f["status"] == "fault"]
+    def errors(self) -> list[tuple[str, str]]:
+        return [(f["area"], f["detail"]) for f in self.report["findings"] if f["status"] == "error"]
 
 
 def preflight(hosts: Hosts, *options: str, nodes: str = "a,b") -> Told:
@@ -75,22 +73,22 @@ def preflight(hosts: Hosts, *options: str, nodes: str = "a,b") -> Told:
     return reported
 
 
-def faults_of(told: Told, *areas: str) -> dict[str, str]:
-    """The detail of the one fault that each of the areas has, and no other area."""
+def errors_of(told: Told, *areas: str) -> dict[str, str]:
+    """The detail of the one error that each of the areas has, and no other area."""
     assert told.code == 6
-    assert sorted(found for found, _ in told.faults()) == sorted(areas), told.faults()
-    return dict(told.faults())
+    assert sorted(found for found, _ in told.errors()) == sorted(areas), told.errors()
+    return dict(told.errors())
 
 
-def only_fault(told: Told, area: str) -> str:
-    return faults_of(told, area)[area]
+def only_error(told: Told, area: str) -> str:
+    return errors_of(told, area)[area]
 
 
 def test_all_is_right(hosts: Hosts, tmp_path: Path) -> None:
     reported = preflight(hosts, "--shared", str(tmp_path))
 
     assert reported.code == 0
-    assert reported.faults() == []
+    assert reported.errors() == []
     areas = {finding["area"] for finding in reported.report["findings"]}
     assert areas >= {"nodes", "versions", "clock", "names", "interface", "port", "network",
                      "bandwidth", "folder", "gpu", "machine"}  # fmt: skip
@@ -109,7 +107,7 @@ def test_all_is_right(hosts: Hosts, tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
-def test_faults_of_several_areas_and_no_other(hosts: Hosts, shared: Path) -> None:
+def test_errors_of_several_areas_and_no_other(hosts: Hosts, shared: Path) -> None:
     """A device that is not there, a taken port, a name that one node lacks, a private folder."""
     code = f"import socket,time; s=socket.create_server(('',{PORT})); print(flush=True); s.accept()"
     holder = hosts.start("a", [sys.executable, "-c", code])
@@ -119,17 +117,17 @@ def test_faults_of_several_areas_and_no_other(hosts: Hosts, shared: Path) -> Non
     hosts.mount_own("b", str(shared))
     reported = preflight(hosts, "--interface", "ib7", "--shared", str(shared))
 
-    details = faults_of(reported, "interface", "port", "names", "folder")
+    details = errors_of(reported, "interface", "port", "names", "folder")
     assert "ib7" in details["interface"]
-    assert f"--interface {DEVICE}" in reported.of("interface", "fault")[0]["remedy"]
+    assert f"--interface {DEVICE}" in reported.of("interface", "error")[0]["remedy"]
     assert f"pid {holder.pid}" in details["port"]
     assert "cannot resolve b" in details["names"]
-    assert f"{hosts['b'].address} b" in reported.of("names", "fault")[0]["remedy"]
+    assert f"{hosts['b'].address} b" in reported.of("names", "error")[0]["remedy"]
     assert "not shared: b" in details["folder"]
     assert reported.report["nodes"][0]["interface"] == DEVICE
 
 
-def test_other_faults_of_the_same_areas(hosts: Hosts, shared: Path) -> None:
+def test_other_errors_of_the_same_areas(hosts: Hosts, shared: Path) -> None:
     """A device that leads nowhere, a filtered port, a wrong address, a folder one cannot write."""
     for name in "a", "b":
         address = f"10.5.0.{hosts[name].rank + 1}/24"
@@ -140,25 +138,25 @@ def test_other_faults_of_the_same_areas(hosts: Hosts, shared: Path) -> None:
     hosts.do("b", f"mount --bind {shared} {shared}", f"mount -o remount,ro,bind {shared}")
     reported = preflight(hosts, "--interface", "v0", "--shared", str(shared))
 
-    details = faults_of(reported, "interface", "port", "names", "folder")
+    details = errors_of(reported, "interface", "port", "names", "folder")
     assert "v0" in details["interface"]
-    assert f"--interface {DEVICE}" in reported.of("interface", "fault")[0]["remedy"]
+    assert f"--interface {DEVICE}" in reported.of("interface", "error")[0]["remedy"]
     assert f"from b to port {PORT} of a" in details["port"]
     assert "without a word" in details["port"]
     assert "10.231.9.77, which is not a's address" in details["names"]
     assert "b sees it, but cannot write" in details["folder"]
 
 
-def test_what_deserves_a_warning_is_no_fault(hosts: Hosts) -> None:
+def test_what_deserves_a_warning_is_no_error(hosts: Hosts) -> None:
     """Own names as Debian has them: 127.0.1.1 on one node, nothing on the other. A slow link."""
     hosts.name_everyone("a", without=["a"], lines="127.0.1.1 a\n")
     hosts.name_everyone("b", without=["b"])
     hosts.shape("b", 50e6)
     reported = preflight(hosts)
 
-    assert reported.code == 0, reported.faults()
+    assert reported.code == 0, reported.errors()
     details = [finding["detail"] for finding in reported.of("names", "warning")]
-    assert any("its own name a stands for 127.0.1.1" in detail for detail in details)
+    assert any("its own name a resolves to 127.0.1.1" in detail for detail in details)
     assert any("cannot resolve its own name b" in detail for detail in details)
     assert reported.report["all_reduce"]["error"] is None
     warning = reported.of("bandwidth", "warning")[0]
@@ -173,14 +171,14 @@ def test_an_interface_that_is_down(hosts: Hosts) -> None:
     hosts.do("a", "ip link add v0 type veth peer name v1")
     reported = preflight(hosts, "--interface", "v0")
 
-    assert "v0 of b is down" in only_fault(reported, "interface")
+    assert "v0 of b is down" in only_error(reported, "interface")
     assert reported.report["nodes"][0]["interface"] == DEVICE
     assert reported.report["all_reduce"]["bus_bytes_per_second"] > 1e6
 
 
 def test_one_way_everything_is_lost(hosts: Hosts) -> None:
     hosts.swallow_ip("a")
-    detail = only_fault(preflight(hosts), "network")
+    detail = only_error(preflight(hosts), "network")
 
     assert detail.startswith("one-way: everything b sends to a is lost")
 
@@ -190,14 +188,14 @@ def test_one_way_much_is_lost(hosts: Hosts) -> None:
     reported = preflight(hosts)
 
     assert reported.code == 6
-    assert [f["name"] for f in reported.of("network", "fault")] == ["a to b"], reported.faults()
-    assert "one-way" in reported.of("network", "fault")[0]["detail"]
+    assert [f["name"] for f in reported.of("network", "error")] == ["a to b"], reported.errors()
+    assert "one-way" in reported.of("network", "error")[0]["detail"]
 
 
 def test_a_cable_that_is_cut(hosts: Hosts) -> None:
     hosts.swallow_all("b")
 
-    assert "nothing passes" in only_fault(preflight(hosts), "network")
+    assert "nothing passes" in only_error(preflight(hosts), "network")
 
 
 def test_large_packets_that_are_lost(hosts: Hosts) -> None:
@@ -207,7 +205,7 @@ def test_large_packets_that_are_lost(hosts: Hosts) -> None:
     reported = preflight(hosts)
 
     assert reported.code == 6
-    assert any("MTU 9000" in finding["detail"] for finding in reported.of("network", "fault"))
+    assert any("MTU 9000" in finding["detail"] for finding in reported.of("network", "error"))
 
 
 def test_versions_and_clocks_that_differ(hosts: Hosts, tmp_path: Path) -> None:
@@ -217,14 +215,14 @@ def test_versions_and_clocks_that_differ(hosts: Hosts, tmp_path: Path) -> None:
     metadata = "Metadata-Version: 2.1\nName: torch\nVersion: 2.6.0\n"
     (other / "torch-2.6.0.dist-info" / "METADATA").write_text(metadata)
     (other / "sitecustomize.py").write_text(
-        "import time, tightfit.core.version\nreal = time.time\ntime.time = lambda: real() + 7.0\n"
-        "tightfit.core.version.__version__ = '0.0.9'\n"
+        "import time, tightfit.core.packages\nreal = time.time\ntime.time = lambda: real() + 7.0\n"
+        "tightfit.core.packages.__version__ = '0.0.9'\n"
     )
     hosts.set_environment("b", {"PYTHONPATH": str(other)})
     reported = preflight(hosts)
 
     assert reported.code == 6
-    errors = {finding["name"]: finding["detail"] for finding in reported.of("versions", "fault")}
+    errors = {finding["name"]: finding["detail"] for finding in reported.of("versions", "error")}
     assert set(errors) == {"torch", "tightfit"}
     assert "2.6.0 on b" in errors["torch"]
     assert "0.0.9 on b" in errors["tightfit"]
@@ -237,7 +235,7 @@ def test_a_node_that_is_not_there(hosts: Hosts) -> None:
     reported = preflight(hosts, nodes="a,c")
 
     assert reported.code == 6
-    details = [finding["detail"] for finding in reported.of("nodes", "fault")]
+    details = [finding["detail"] for finding in reported.of("nodes", "error")]
     assert details == ["the agent does not start there: ended with exit code 255: no host c"]
 
 
@@ -252,7 +250,7 @@ def test_everything_is_wrong_at_once(hosts: Hosts, shared: Path) -> None:
     reported = preflight(hosts, "--shared", str(shared), "--interface", "ib7", nodes="a,b,missing")
 
     assert reported.code == 6
-    assert {area for area, _ in reported.faults()} >= {"nodes", "names", "interface", "port",
+    assert {area for area, _ in reported.errors()} >= {"nodes", "names", "interface", "port",
                                                    "network", "folder"}  # fmt: skip
     details = [finding["detail"] for finding in reported.of("names")]
     assert any("looking up" in detail or "no answer at all" in detail for detail in details)
@@ -264,8 +262,8 @@ def test_three_nodes_and_one_bad_link(tmp_path: Path) -> None:
         reported = preflight(hosts, nodes="a,b,c")
 
     assert reported.code == 6
-    found = [f for f in reported.of("network", "fault") if {"b", "c"} <= set(f["name"].split())]
-    assert len(found) == len(reported.of("network", "fault")) == 1, reported.faults()
+    found = [f for f in reported.of("network", "error") if {"b", "c"} <= set(f["name"].split())]
+    assert len(found) == len(reported.of("network", "error")) == 1, reported.errors()
     assert "one-way" in found[0]["detail"]
 
 

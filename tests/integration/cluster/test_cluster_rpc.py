@@ -22,7 +22,8 @@ import pytest
 
 from namespaces import Hosts, open_hosts
 from small_models import make_llama
-from tightfit.export.convert import GgufRequest, convert_to_gguf
+from tightfit.core.dtypes import Dtype
+from tightfit.export.convert import convert_to_gguf
 from tightfit.runtime.build_rpc import build_rpc
 from tightfit.serving.generate.journal import journal_path
 
@@ -39,7 +40,7 @@ SILENT_SECONDS = 90.0
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     target = folder / "small.gguf"
-    convert_to_gguf(GgufRequest(source=make_llama(folder), target=target, dtype="f32"))
+    convert_to_gguf(make_llama(folder), target, dtype=Dtype.FP32)
     return target
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from generate_trial import command, make_model, read_rows, run, write_prompts
 
-from tightfit.data.formats import recognise_format, to_messages
+from tightfit.data.formats import recognise_format
 from tightfit.data.sources import read_rows as read_data
 from tightfit.serving.generate.statistics import GenerateStatistics
 
@@ -43,7 +43,7 @@ def test_rows_are_what_train_reads_and_samples_follow_their_seed(
     same = sum(a == b for a, b in zip(rows, read_rows(second), strict=True))
     assert same >= len(rows) - 1, "a seed gives its answer whatever is computed beside it"
     for row in read_data(first):
-        messages = to_messages(row, recognise_format(row))
+        messages = recognise_format(row).to_messages(row)
         assert [message.role for message in messages] == ["system", "user", "assistant"]
     document = json.loads(done.stdout)
     assert document.pop("finished")

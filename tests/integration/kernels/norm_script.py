@@ -12,8 +12,8 @@ from liger_kernel.transformers import monkey_patch
 from tiny_models import make_model
 from torch import Tensor
 
-from tightfit.core.strategy import Method, Strategy
-from tightfit.core.training import Training
+from tightfit.core.settings import Method
+from tightfit.core.strategy import Strategy, Training
 from tightfit.runtime.adapters import add_adapters
 from tightfit.runtime.kernels.fused_lora import FUSED_PROJECTIONS, fuse_lora, fuse_lora_projections
 from tightfit.runtime.kernels.norm_triton import RmsNorm, use_triton_norms

@@ -10,7 +10,8 @@ import pytest
 from api_processes import ServerProcess, server_process
 
 from small_models import make_llama
-from tightfit.export.convert import GgufRequest, convert_to_gguf
+from tightfit.core.dtypes import Dtype
+from tightfit.export.convert import convert_to_gguf
 
 
 @pytest.fixture(scope="session")
@@ -19,7 +20,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     home = tmp_path_factory.mktemp("served")
     folder = make_llama(home / "tiny")
     target = home / "tiny-file.gguf"
-    return folder, convert_to_gguf(GgufRequest(source=folder, target=target, dtype="f32"))
+    return folder, convert_to_gguf(folder, target, dtype=Dtype.FP32)
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ MAX_TOKENS = 4
 
 @schemathesis.hook
 def map_body(_context: Any, body: Any) -> Any:
-    """Only valid values are exchanged for valid ones, so that faulty requests stay faulty."""
+    """Only valid values are exchanged for valid ones, so that invalid requests stay invalid."""
     if not isinstance(body, dict):
         return body
     changed = dict(body)

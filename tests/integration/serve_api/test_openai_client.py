@@ -168,6 +168,6 @@ def test_errors_are_the_clients_own_kinds(client: OpenAI, model: str) -> None:
     assert _ask(client, model).choices  # and it still answers
 
 
-def test_a_fault_in_a_stream_reaches_the_client(client: OpenAI) -> None:
+def test_an_error_in_a_stream_reaches_the_client(client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError):
         _ask(client, "plain", stream=True, messages=_messages("word " * 5000))

@@ -15,10 +15,10 @@ from small_models import make_llama
 from tightfit.core.strategy import Strategy
 from tightfit.runtime.kernels import fp8
 from tightfit.trace.caching_allocator import find_peak
-from tightfit.trace.operations import BACKWARD, FORWARD, TRITON
 from tightfit.trace.recording import Recording
+from tightfit.trace.result import BACKWARD, FORWARD, TRITON
 from tightfit.training.tracing.job import TraceJob
-from tightfit.training.tracing.record import record_job
+from tightfit.training.tracing.trace import record_job
 
 LORA: dict[str, Any] = {"method": "lora", "fused_lora": True}
 FULL: dict[str, Any] = {"method": "full"}

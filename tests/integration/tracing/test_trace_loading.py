@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from small_models import make_family, make_llama
 from tightfit.core.strategy import Strategy
 from tightfit.runtime import adapters
-from tightfit.runtime.load import LoadRequest, load_base
+from tightfit.runtime.load import load_base
 from tightfit.trace.gpu_emulation import GpuEmulation
 from tightfit.trace.recorder import Recorder
 from tightfit.trace.recording import TEMPORARY, WEIGHTS, Recording
@@ -122,8 +122,7 @@ def test_weights_come_as_transformers_brings_them(
     order: list[str] = []
     warmed: list[int] = []
     with _spied(order, warmed):
-        request = LoadRequest.from_strategy(strategy, is_packed=False)
-        load_base(folder, request, torch.device("cpu"))
+        load_base(folder, strategy, torch.device("cpu"))
     _, recording = _load(folder, strategy)
     first = recording.allocations[0]
     assert (first.num_bytes, recording.events[:2]) == (warmed[0], [1, -1])
@@ -243,8 +242,7 @@ def test_adapters_come_in_the_dtype_that_peft_gives_them(
         cast(model, strategy)
 
     with patch.object(adapters, "_cast_trained", note):
-        request = LoadRequest.from_strategy(strategy, is_packed=False)
-        model = load_base(folder, request, torch.device("cpu"))
+        model = load_base(folder, strategy, torch.device("cpu"))
         real = prepare_model(model, strategy, make_training(strategy, folder))
     after = _list_trained(real)
     _, recording = _load(folder, strategy)

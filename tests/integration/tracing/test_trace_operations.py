@@ -17,12 +17,13 @@ from tightfit.estimation.flops import NO_ADAPTERS, sum_workload
 from tightfit.estimation.step_time import count_forward_kernels
 from tightfit.hardware.catalogue import find_gpu
 from tightfit.models.config import read_config
-from tightfit.runtime.calibrate.host import LAYER_CONFIG
+from tightfit.runtime.calibrate.measure import LAYER_CONFIG
 from tightfit.trace import traced_time
-from tightfit.trace.depth import CannotExtend, extend_operation_log, list_layer_kinds, plan_depths
-from tightfit.trace.depth_config import with_depth
+from tightfit.trace.depth import CannotExtend, extend_operation_log, plan_depths, with_depth
 from tightfit.trace.operation_work import OperationCollector, OperationContext, describe_operation
-from tightfit.trace.operations import (
+from tightfit.trace.recorder import Recorder
+from tightfit.trace.recording import Recording
+from tightfit.trace.result import (
     ATTENTION,
     BACKWARD,
     FORWARD,
@@ -33,11 +34,9 @@ from tightfit.trace.operations import (
     OperationLog,
     list_totals,
 )
-from tightfit.trace.recorder import Recorder
-from tightfit.trace.recording import Recording
 from tightfit.trace.traced_time import HostCosts, estimate_traced_time
 from tightfit.training.tracing.job import TraceJob
-from tightfit.training.tracing.record import record_job
+from tightfit.training.tracing.trace import record_job
 
 CARD = (9, 0)
 DEPTH = 7
@@ -123,7 +122,7 @@ def test_few_layers_tell_of_many(name: str, config: dict[str, Any], trace: Any) 
     base = trace(config, strategy, sum(plan.base))
     grown = [trace(config, strategy, sum(depth)) for depth in plan.grown]
     _compare(
-        extend_operation_log(base, grown, list_layer_kinds(plan)),
+        extend_operation_log(base, grown, plan),
         trace(config, strategy, DEPTH),
         strategy,
     )
@@ -138,9 +137,7 @@ def test_two_kinds_of_layers_grow_each_by_itself(config: dict[str, Any], trace: 
         found: OperationLog = trace(config, strategy, sum(kinds))
         return found
 
-    extended = extend_operation_log(
-        record(plan.base), [record(k) for k in plan.grown], list_layer_kinds(plan)
-    )
+    extended = extend_operation_log(record(plan.base), [record(k) for k in plan.grown], plan)
     _compare(extended, record(wanted), _strategy(checkpointing=True, recomputed_layers=7))
 
 
@@ -166,7 +163,7 @@ def test_a_deeper_model_that_does_otherwise_is_refused(config: dict[str, Any], t
     base = trace(config, _strategy(), 3)
     other = trace(config, _strategy(seq_len=40), 5)
     with pytest.raises(CannotExtend):
-        extend_operation_log(base, [other], list_layer_kinds(plan))
+        extend_operation_log(base, [other], plan)
 
 
 def test_a_log_survives_the_disk_and_shortening(config: dict[str, Any], trace: Any) -> None:

@@ -16,11 +16,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from small_models import make_family, make_llama
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import SetupError
+from tightfit.core.settings import Sharding
 from tightfit.core.strategy import Strategy
-from tightfit.runtime.load import LoadRequest, load_base, load_meta, materialize_empty
+from tightfit.runtime.load import load_base, load_meta, materialize_empty
 from tightfit.trace.recording import OPTIMIZER, WEIGHTS, Recording
-from tightfit.training.model import Objective, prepare_model
-from tightfit.training.optimizers import build_optimizer
+from tightfit.training.model import Objective, build_optimizer, prepare_model
 from tightfit.training.tracing.engine import FAKE_DEVICE, build_meta_module, make_training
 from tightfit.training.tracing.fake_kernels import (
     _wrap_fake,
@@ -30,7 +30,7 @@ from tightfit.training.tracing.fake_kernels import (
     without_kernels,
 )
 from tightfit.training.tracing.job import TraceJob
-from tightfit.training.tracing.record import record_job
+from tightfit.training.tracing.trace import record_job
 
 CARD = (9, 0)
 
@@ -82,8 +82,7 @@ def _make_fake(folder: Path, strategy: Strategy) -> Objective:
 
 
 def _make_real(folder: Path, strategy: Strategy) -> Objective:
-    request = LoadRequest.from_strategy(strategy, is_packed=False)
-    model = load_base(folder, request, torch.device("cpu"))
+    model = load_base(folder, strategy, torch.device("cpu"))
     return Objective.from_strategy(
         prepare_model(model, strategy, make_training(strategy, folder)), strategy
     )
@@ -141,11 +140,11 @@ def test_stored_as_loaded_in_other_families(tmp_path: Path, family: str) -> None
 
 def test_codes_stored_as_another_dtype(tmp_path: Path) -> None:
     folder = make_llama(tmp_path)
-    request = LoadRequest(weights=Dtype.NF4, compute=Dtype.BF16, quant_storage=Dtype.BF16)
-    real = load_base(folder, request, torch.device("cpu"))
+    strategy = Strategy(weights=Dtype.NF4, compute=Dtype.BF16, sharding=Sharding.ZERO3)
+    real = load_base(folder, strategy, torch.device("cpu"))
     with without_kernels(_strategy(weights="nf4"), FAKE_DEVICE, CARD):
-        fake = load_meta(folder, request)
-        quantize_meta_fake(fake, request)
+        fake = load_meta(folder, strategy)
+        quantize_meta_fake(fake, strategy)
     assert _describe(fake) == _describe(real)
 
 

@@ -15,24 +15,27 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from allocator_reports import Told, listening
-from tightfit.core.strategy import Sharding, Strategy
+from tightfit.core.settings import Sharding
+from tightfit.core.strategy import Strategy
 from tightfit.trace.caching_allocator import find_peak
 from tightfit.trace.gpu_emulation import GpuEmulation
 from tightfit.trace.recorder import Recorder
 from tightfit.trace.recording import INPUTS, Recording
 from tightfit.training.distributed import DistContext, init_single_process_group
 from tightfit.training.engine import TorchEngine
-from tightfit.training.optimizers import build_optimizer
+from tightfit.training.model import build_optimizer
 from tightfit.training.sharding import replicate
-from tightfit.training.step import StepPlan, train_step
-from tightfit.training.tracing.engine import build_meta_module, list_local_tensors, make_training
-from tightfit.training.tracing.record import make_fake_batch
-from tightfit.training.tracing.sharded import (
-    build_distributed_engine,
+from tightfit.training.step import train_step
+from tightfit.training.tracing.engine import (
+    build_fake_engine,
+    build_meta_module,
     fake_process_group,
+    list_local_tensors,
+    make_training,
     record_fsdp,
     shard_fake,
 )
+from tightfit.training.tracing.trace import make_fake_batch
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -91,9 +94,9 @@ def make_rows(strategy: Strategy) -> dict[str, torch.Tensor]:
 
 def run_two_steps(engine: Any, batch: dict[str, torch.Tensor]) -> None:
     accumulated = engine.strategy.grad_accum
-    plan = StepPlan(num_trained_tokens=1, learning_rate=1e-5, seeds=(0,) * accumulated)
+    numbers: Any = {"num_trained_tokens": 1, "learning_rate": 1e-5, "seeds": [0] * accumulated}
     for _ in range(2):
-        outcome = train_step(engine, [batch] * accumulated, plan)
+        outcome = train_step(engine, [batch] * accumulated, **numbers)
         assert outcome.update.is_skipped is not True
 
 
@@ -108,9 +111,7 @@ def record(folder: Path, strategy: Strategy) -> Recording:
         recorder,
         record_fsdp(recorder),
     ):
-        engine = build_distributed_engine(
-            module, strategy, training, context=context, recorder=recorder
-        )
+        engine = build_fake_engine(module, strategy, training, context=context, recorder=recorder)
         batch = make_fake_batch(rows, CPU)
         recorder.hold(batch.values(), INPUTS)
         recorder.stage = "backward"

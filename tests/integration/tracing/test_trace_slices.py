@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tightfit.core.strategy import Strategy
-from tightfit.estimation.loss import count_chunk_tokens
+from tightfit.estimation.activations import count_chunk_tokens
 from tightfit.estimation.memory import estimate_moments, peak_moment
 from tightfit.models.catalogue import read_source_config
 from tightfit.models.resolve import resolve_model

@@ -20,7 +20,7 @@ from tightfit.trace.recording import (
 )
 from tightfit.trace.result import TracedStage
 from tightfit.training.tracing.job import TraceJob
-from tightfit.training.tracing.record import record_job
+from tightfit.training.tracing.trace import record_job
 
 _SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 120}
 CONFIGS: dict[str, dict[str, Any]] = {

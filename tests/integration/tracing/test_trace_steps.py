@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 
 from tightfit.trace import recorder
-from tightfit.trace.operations import Operation
 from tightfit.trace.recorder import Recorder, RecorderPosition
 from tightfit.trace.recording import Allocation, Recording
+from tightfit.trace.result import Operation
 from tightfit.training.step import train_step
-from tightfit.training.tracing import record
+from tightfit.training.tracing import trace
 from tightfit.training.tracing.job import TraceJob
-from tightfit.training.tracing.trace import trace
 
 LLAMA = {
     "model_type": "llama",
@@ -57,7 +56,7 @@ def _make_job(strategy: dict[str, Any]) -> TraceJob:
 
 def _record(strategy: dict[str, Any]) -> Recording:
     job = _make_job(strategy)
-    return record.record_job(job)
+    return trace.record_job(job)
 
 
 @pytest.fixture
@@ -80,7 +79,7 @@ def test_a_repeated_step_is_the_one_that_would_have_run(
 ) -> None:
     repeated = _record(REPEATED[name])
     assert answers == [True]
-    monkeypatch.setattr(record, "FIRST_STEADY_STEP", record.NUM_STEPS)
+    monkeypatch.setattr(trace, "FIRST_STEADY_STEP", trace.NUM_STEPS)
 
     assert _record(REPEATED[name]) == repeated
     assert answers == [True], "the second time all steps ran"
@@ -91,7 +90,7 @@ def test_a_step_that_prepares_the_next_is_run_again(name: str, answers: list[boo
     recording = _record(RUN[name])
 
     assert answers == [False]
-    assert {one.step for one in recording.allocations} >= {1, 2, record.NUM_STEPS}
+    assert {one.step for one in recording.allocations} >= {1, 2, trace.NUM_STEPS}
 
 
 ACCUMULATED: dict[str, dict[str, Any]] = {
@@ -113,7 +112,7 @@ def test_micro_batches_that_are_not_run_are_noted_as_if_they_were(
 ) -> None:
     strategy = {**ACCUMULATED[name], "grad_accum": NUM_MICRO_BATCHES}
     short = _record(strategy)
-    monkeypatch.setattr(record, "count_traced_micro_batches", lambda strategy: strategy.grad_accum)
+    monkeypatch.setattr(trace, "count_traced_micro_batches", lambda strategy: strategy.grad_accum)
 
     whole = _record(strategy)
 
@@ -140,11 +139,11 @@ def test_repeating_micro_batches_is_what_makes_it_short(monkeypatch: pytest.Monk
     """However many a step has, two are run; of several ranks three."""
     num_run: list[int] = []
 
-    def count(engine: Any, batches: Sequence[Any], plan: Any) -> Any:
+    def count(engine: Any, batches: Sequence[Any], **numbers: Any) -> Any:
         num_run.append(len(batches))
-        return train_step(engine, batches, plan)
+        return train_step(engine, batches, **numbers)
 
-    monkeypatch.setattr(record, "train_step", count)
+    monkeypatch.setattr(trace, "train_step", count)
     for strategy in ({"checkpointing": False}, ACCUMULATED["fsdp-lora"]):
         _record({**strategy, "grad_accum": 64})
 
@@ -157,10 +156,10 @@ def test_many_micro_batches_take_what_a_few_take(
 ) -> None:
     """Allocations of a few are noted; those of all would say the same."""
     job = _make_job({**ACCUMULATED[name], "grad_accum": 24})
-    few = trace(job)
+    few = trace.trace(job)
     monkeypatch.setattr(recorder, "MOST_REPEATED", 24)
 
-    every = trace(job)
+    every = trace.trace(job)
 
     assert few.operations == every.operations
     assert few.traced is not None

@@ -9,8 +9,7 @@ import pytest
 
 from tightfit.core.strategy import Strategy
 from tightfit.hardware.catalogue import find_gpu
-from tightfit.trace.operations import RECOMPUTE
-from tightfit.trace.result import TracedTime
+from tightfit.trace.result import RECOMPUTE, TracedTime
 from tightfit.trace.traced_time import estimate_traced_time
 from tightfit.trace.tracer import TraceResponse
 from tightfit.training.tracing.job import TraceJob

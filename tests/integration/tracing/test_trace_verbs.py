@@ -96,10 +96,10 @@ def test_the_picture_is_drawn_and_named(home: Path) -> None:
     assert "http" not in page.replace("http://www.w3.org", "")
 
 
-def test_plan_traces_by_itself_and_recomputes_no_more_than_it_must(home: Path) -> None:
+def test_plan_traces_where_asked_and_recomputes_no_more_than_it_must(home: Path) -> None:
     words = ("plan", "model", "--method", "full", "--on", "RTX-4090", "--seq-len", "4096")
-    by_formula = run_json(home, *words, "--no-trace")["plans"][0]
-    plan = run_json(home, *words)["plans"][0]
+    by_formula = run_json(home, *words)["plans"][0]
+    plan = run_json(home, *words, "--trace")["plans"][0]
     assert by_formula["estimate"]["tier"] == "closed-form"
     assert plan["estimate"]["tier"] == "traced"
     assert plan["estimate"]["peak"]["tensors"]
@@ -134,8 +134,7 @@ def test_a_tracer_that_is_killed_takes_nothing_with_it(home: Path, tmp_path: Pat
         "import os, sys\n"
         "if any('tracing.worker' in word for word in sys.orig_argv): os.kill(os.getpid(), 9)\n"
     )
-    done = run(
-        home, "plan", "model", "--on", "V100-32GB", "--seq-len", "512", PYTHONPATH=str(tmp_path)
-    )
+    words = ("plan", "model", "--on", "V100-32GB", "--seq-len", "512", "--trace")
+    done = run(home, *words, PYTHONPATH=str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert "killed" in done.stdout

@@ -13,7 +13,7 @@ from tightfit.core.strategy import Strategy
 from tightfit.estimation.state import ZERO_BUCKET_VALUES
 from tightfit.trace.recording import COMMUNICATION, GRADIENTS, OPTIMIZER, WEIGHTS, Recording
 from tightfit.training.tracing.job import TraceJob
-from tightfit.training.tracing.record import NUM_STEPS, record_job
+from tightfit.training.tracing.trace import NUM_STEPS, record_job
 
 HIDDEN, LAYERS, VOCAB, WIDE = 64, 2, 512, 128
 CONFIG: dict[str, Any] = {

@@ -13,7 +13,7 @@ from shard_cases import Trainer, lone_place, make_model, make_plan, make_store
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import SetupError
 from tightfit.runs.run_folder import RunFolder
-from tightfit.training.artefact import choose_saved_dtype, write_artefact
+from tightfit.training.checkpoint import choose_saved_dtype, write_artefact
 
 IDS = torch.arange(1, 17).reshape(2, 8)
 
@@ -109,7 +109,7 @@ def test_an_older_result_is_replaced_whole(tmp_path: Path) -> None:
     assert sorted(path.name for path in run.path.iterdir()) == ["adapter"]
 
 
-def test_a_result_that_cannot_be_written_is_the_machines_fault(tmp_path: Path) -> None:
+def test_a_result_that_cannot_be_written_is_the_machines_error(tmp_path: Path) -> None:
     trainer, _ = _train(tmp_path, make_model(tmp_path / "base"), method="lora")
     (tmp_path / "run").write_text("a file, not a folder")
 

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from tightfit.api.bench import read_bench_job
-from tightfit.cli.flags.training import BenchFlags
-from tightfit.cli.terminal.run_display import SilentDisplay
-from tightfit.clusters.local.launcher import run_job
-from tightfit.clusters.local.trial import TRIAL_PREFIX
+from tightfit.api.options.training import BenchOptions
+from tightfit.clusters.local.launcher import TRIAL_PREFIX, run_job
+from tightfit.clusters.protocol import SilentObserver
 from tightfit.runs.run_folder import RunFolder, RunState, RunStatus, TokenFolders
 
 CONFIG = {
@@ -100,7 +99,7 @@ def test_a_worker_without_memory_is_a_row_and_exit_code_5(model: Path, tmp_path:
 
 
 def test_the_worker_writes_neither_checkpoint_nor_result(model: Path, tmp_path: Path) -> None:
-    flags = BenchFlags(
+    flags = BenchOptions(
         job=str(model), random_weights=True, method="lora", on="cpu", seq_len=32,
         effective_batch=2, steps=1, warm_up=1,
     )  # fmt: skip
@@ -110,7 +109,7 @@ def test_the_worker_writes_neither_checkpoint_nor_result(model: Path, tmp_path: 
     run.write_tokens(TokenFolders(train=str(job.rows.store.folder)))
     run.write_state(RunState(status=RunStatus.PREPARED, updated_at="2026-01-01T00:00:00Z"))
     run.write_plan(job.plans[0])
-    state = run_job(run, watch=SilentDisplay(), is_trial=True)
+    state = run_job(run, observer=SilentObserver(), is_trial=True)
 
     assert (state.status, state.step) == (RunStatus.FINISHED, 2), run.log_path.read_text()
     assert {path.name for path in run.path.iterdir()} == {

@@ -11,12 +11,13 @@ from torch import nn
 
 from shard_cases import Trainer, lone_place, make_model, make_plan, make_store
 from tightfit.core.dtypes import Dtype
+from tightfit.core.strategy import Strategy
 from tightfit.data.token_store import TokenStore
 from tightfit.runs.run_folder import RunFolder
 from tightfit.runtime.adapters import load_adapter
 from tightfit.runtime.layers import is_dequantized
-from tightfit.runtime.load import LoadRequest, load_base
-from tightfit.training.artefact import write_artefact
+from tightfit.runtime.load import load_base
+from tightfit.training.checkpoint import write_artefact
 
 IDS = torch.arange(1, 17).reshape(2, 8)
 NUM_PACKED = 4 * 7
@@ -105,8 +106,8 @@ def test_the_adapter_is_one_for_the_packed_base(
             logits = trainer.engine.model(input_ids=IDS).logits
     assert files["unpacked"] == files["packed"]
 
-    request = LoadRequest(weights=Dtype.NF4, compute=Dtype.FP32)
-    base = load_base(model, request, torch.device("cpu"))
+    strategy = Strategy(weights=Dtype.NF4, compute=Dtype.FP32)
+    base = load_base(model, strategy, torch.device("cpu"))
     reloaded = load_adapter(base, tmp_path / "unpacked" / "adapter").eval()
     with torch.no_grad():
         torch.testing.assert_close(reloaded(input_ids=IDS).logits, logits, atol=1e-4, rtol=0)
@@ -129,8 +130,8 @@ def test_an_adapter_that_fp8_trained_is_one_for_the_packed_base(
         trained = _adapter_of(trainer.engine.model)
     assert files["fp8"] == files["packed"]
 
-    request = LoadRequest(weights=Dtype.NF4, compute=Dtype.BF16)
-    base = load_base(model, request, torch.device("cpu"))
+    strategy = Strategy(weights=Dtype.NF4, compute=Dtype.BF16)
+    base = load_base(model, strategy, torch.device("cpu"))
     reloaded = _adapter_of(load_adapter(base, tmp_path / "fp8" / "adapter"))
     assert len(trained) == 2 * NUM_PACKED
     assert reloaded.keys() == trained.keys()

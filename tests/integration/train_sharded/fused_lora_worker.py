@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from shard_cases import Trainer, make_plan, quiet
-from tightfit.core.strategy import Method
+from tightfit.core.settings import Method
 from tightfit.data.token_store import TokenStore
 from tightfit.training.distributed import DistContext, destroy_dist_context, init_dist_context
 

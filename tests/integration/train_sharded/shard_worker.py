@@ -25,13 +25,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shard_cases import NUM_STEPS, Trainer, make_plan, quiet
 from tightfit.core.errors import UserError
-from tightfit.core.strategy import Method, Sharding
+from tightfit.core.settings import Method, Sharding
 from tightfit.data.token_store import TokenStore
 from tightfit.runs.run_folder import RunFolder
 from tightfit.runtime.layers import decoder_layers
-from tightfit.training.build import build_engine
 from tightfit.training.checkpoint import Progress, find_checkpoint, read_progress, write_checkpoint
 from tightfit.training.distributed import DistContext, destroy_dist_context, init_dist_context
+from tightfit.training.engine import build_engine
 from tightfit.training.sharding import Sharder
 
 SHARDED: dict[str, dict[str, Any]] = {

@@ -28,11 +28,10 @@ from zero_cases import (
     write_model,
 )
 
-from tightfit.core.strategy import Method, Offload, Sharding
-from tightfit.runtime.load import LoadRequest, load_base
+from tightfit.core.settings import Method, Offload, Sharding
+from tightfit.runtime.load import load_base
 from tightfit.training.engine import TorchEngine
-from tightfit.training.model import Objective, prepare_model
-from tightfit.training.optimizers import build_optimizer
+from tightfit.training.model import Objective, build_optimizer, prepare_model
 
 WORKER = Path(__file__).with_name("zero_worker.py")
 STAGES = {Sharding.ZERO1: 1, Sharding.ZERO2: 2, Sharding.ZERO3: 3}
@@ -101,7 +100,7 @@ def train_alone(folder: Path, method: Method) -> Reference:
     plan = make_plan(folder, Case(sharding=Sharding.SINGLE, method=method, num_ranks=1))
     strategy, training, device = plan.strategy, plan.training, torch.device("cpu")
     assert training is not None
-    base = load_base(folder, LoadRequest.from_strategy(strategy, is_packed=False), device)
+    base = load_base(folder, strategy, device)
     model = prepare_model(base, strategy, training)
     module = Objective.from_strategy(model, strategy)
     optimizer = build_optimizer(module.named_parameters(), strategy.optimizer, training)
@@ -201,11 +200,11 @@ def test_checkpoint_of_adapters_leaves_the_base_model_out(out: Path, folder: Pat
 @pytest.mark.parametrize("case", RESUMED, ids=lambda case: case.name)
 def test_checkpoint_that_cannot_be_resumed_is_refused(case: Case, out: Path) -> None:
     resumed = read(out, case)["resumed"]
-    problem, remedy = resumed["fault_of_three"]
+    problem, remedy = resumed["error_of_three"]
 
     assert "written by 2 processes" in problem
     assert "resume on 2 GPUs" in remedy
-    assert "not written by ZeRO" in resumed["fault_of_foreign"][0]
+    assert "not written by ZeRO" in resumed["error_of_foreign"][0]
 
 
 @pytest.mark.parametrize("sharding", [Sharding.ZERO1, Sharding.ZERO3])

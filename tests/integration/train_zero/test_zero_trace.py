@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -27,16 +28,17 @@ from tightfit.trace.gpu_emulation import GpuEmulation
 from tightfit.trace.recorder import Recorder
 from tightfit.trace.recording import INPUTS
 from tightfit.training import zero as zero_engine
-from tightfit.training.step import StepPlan, train_step
+from tightfit.training.step import train_step
 from tightfit.training.tracing import zero
-from tightfit.training.tracing.engine import build_meta_module, make_training
-from tightfit.training.tracing.record import make_fake_batch
-from tightfit.training.tracing.sharded import (
-    build_distributed_engine,
+from tightfit.training.tracing.engine import (
+    build_fake_engine,
+    build_meta_module,
     fake_process_group,
+    make_training,
     record_fsdp,
-    to_engine_strategy,
 )
+from tightfit.training.tracing.trace import make_fake_batch
+from tightfit.training.zero import to_deepspeed_strategy
 
 WORKER = Path(__file__).with_name("zero_trace_worker.py")
 SUPPORT = Path(__file__).parents[2] / "support"
@@ -84,22 +86,20 @@ def trace_steps(folder: Path, strategy: Strategy) -> tuple[int, int]:
     rows = make_rows(strategy)
     recorder = Recorder(NoWorkspace(), vocab_size=CONFIG["vocab_size"])
     accumulated = strategy.grad_accum
-    plan = StepPlan(num_trained_tokens=1, learning_rate=1e-5, seeds=(0,) * accumulated)
+    numbers: Any = {"num_trained_tokens": 1, "learning_rate": 1e-5, "seeds": [0] * accumulated}
     with (
         fake_process_group(strategy) as context,
         FakeTensorMode(allow_non_fake_inputs=True),
         recorder,
         record_fsdp(recorder),
     ):
-        engine = build_distributed_engine(
-            module, strategy, training, context=context, recorder=recorder
-        )
+        engine = build_fake_engine(module, strategy, training, context=context, recorder=recorder)
         batch = make_fake_batch(rows, torch.device("cpu"))
         recorder.hold(batch.values(), INPUTS)
         recorder.stage = "backward"
         for step in range(1, NUM_STEPS + 1):
             recorder.step = step
-            train_step(engine, [batch] * accumulated, plan)
+            train_step(engine, [batch] * accumulated, **numbers)
     live = peak = 0
     for allocation, begins in recorder.finish().walk():
         live += allocation.num_bytes if begins else -allocation.num_bytes
@@ -112,9 +112,9 @@ def trace_steps(folder: Path, strategy: Strategy) -> tuple[int, int]:
 def test_a_trace_takes_what_deepspeed_takes(
     tmp_path: Path, name: str, told: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(zero, "ZERO_BUCKET_VALUES", BUCKET_VALUES)
+    monkeypatch.setattr(zero.FakeZeroEngine, "bucket_size", BUCKET_VALUES)
     monkeypatch.setattr(zero_engine, "ZERO3_LIVE_VALUES", LIVE_VALUES)
-    strategy = to_engine_strategy(make_strategy(**ZERO_TRACES[name]))
+    strategy = to_deepspeed_strategy(make_strategy(**ZERO_TRACES[name]))
     peak, live = trace_steps(tmp_path, strategy)
     told_peak, told_live = told[name]
     print(name, peak, told_peak, live, told_live)

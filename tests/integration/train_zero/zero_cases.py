@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from tightfit.core.dtypes import Dtype
-from tightfit.core.strategy import Method, Offload, Sharding, Strategy
-from tightfit.core.training import Schedule, Training
+from tightfit.core.settings import Method, Offload, Schedule, Sharding
+from tightfit.core.strategy import Strategy, Training
 from tightfit.estimation.job import estimate_job
 from tightfit.hardware.local import CpuReading, describe_cpu
 from tightfit.hardware.types import Node
@@ -18,7 +18,7 @@ from tightfit.models.config import read_config_file
 from tightfit.planning.plan import Plan, PlanHardware
 from tightfit.training.batches import IGNORED, Batch
 from tightfit.training.loop import learning_rate_at
-from tightfit.training.step import StepPlan, mix_seed, train_step
+from tightfit.training.step import mix_seed, train_step
 
 NUM_RANKS = 2
 NUM_MICRO = 2
@@ -122,7 +122,7 @@ def make_plan(folder: Path, case: Case) -> Plan:
 
 
 def make_training(folder: Path) -> Training:
-    """Clipping and decay both bite, so that a fault in either shows."""
+    """Clipping and decay both bite, so that an error in either shows."""
     return Training(
         model_path=str(folder),
         learning_rate=3e-3,
@@ -151,12 +151,13 @@ def run_step(engine: Any, step: int, training: Training, *, rank: int, num_ranks
     """One step on this rank's share."""
     batches = make_batches(step)
     mine = batches[rank::num_ranks]
-    plan = StepPlan(
+    return train_step(
+        engine,
+        mine,
         num_trained_tokens=count_trained(batches),
         learning_rate=learning_rate_at(step, NUM_STEPS, training),
         seeds=tuple(mix_seed(training.seed, step, number, rank) for number in range(len(mine))),
     )
-    return train_step(engine, mine, plan)
 
 
 def count_trained(batches: list[Batch]) -> int:

@@ -29,7 +29,7 @@ from allocator_reports import Told, listening, mark_start
 from tightfit.core.strategy import Strategy
 from tightfit.training import zero
 from tightfit.training.distributed import DistContext
-from tightfit.training.step import StepPlan, train_step
+from tightfit.training.step import train_step
 from tightfit.training.zero import build_zero_engine
 
 
@@ -39,13 +39,13 @@ def run(model: Path, strategy: Strategy, context: DistContext) -> Told:
     case = Case(sharding=strategy.sharding, method=strategy.method, num_ranks=WORLD_SIZE)
     plan = make_plan(model, case).model_copy(update={"strategy": strategy})
     accumulated = strategy.grad_accum
-    step = StepPlan(num_trained_tokens=1, learning_rate=1e-5, seeds=(0,) * accumulated)
+    numbers: Any = {"num_trained_tokens": 1, "learning_rate": 1e-5, "seeds": [0] * accumulated}
     with listening() as reported:
         rows = make_rows(strategy)
         engine = build_zero_engine(plan, context)
         mark_start()
         for _ in range(NUM_STEPS):
-            outcome = train_step(engine, [rows] * accumulated, step)
+            outcome = train_step(engine, [rows] * accumulated, **numbers)
             assert not outcome.update.is_skipped
     engine.close()
     del engine

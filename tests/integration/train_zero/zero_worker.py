@@ -27,9 +27,9 @@ from zero_cases import (
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import UserError
-from tightfit.core.strategy import Method, Offload, Sharding
-from tightfit.training.build import warm_up_step
+from tightfit.core.settings import Method, Offload, Sharding
 from tightfit.training.distributed import DistContext, destroy_dist_context, init_dist_context
+from tightfit.training.loop import warm_up_step
 from tightfit.training.zero import ZeroEngine, build_zero_engine
 
 
@@ -144,8 +144,8 @@ def resume(rank: Rank, case: Case, folder: Path) -> dict[str, Any]:
     files = [path for path in folder.rglob("*") if path.is_file()]
     facts |= {
         "checkpoint_bytes": sum(path.stat().st_size for path in files),
-        "fault_of_three": fault_of(lambda: on_ranks(engine, 3).load_state(folder)),
-        "fault_of_foreign": fault_of(lambda: engine.load_state(rank.model)),
+        "error_of_three": error_of(lambda: on_ranks(engine, 3).load_state(folder)),
+        "error_of_foreign": error_of(lambda: engine.load_state(rank.model)),
     }
     engine.close()
     return facts
@@ -162,7 +162,7 @@ def on_ranks(engine: ZeroEngine, world_size: int) -> ZeroEngine:
     return ZeroEngine(engine.engine, strategy=engine.strategy, context=context, loading=None)
 
 
-def fault_of(action: Callable[[], None]) -> list[str]:
+def error_of(action: Callable[[], None]) -> list[str]:
     try:
         action()
     except UserError as error:

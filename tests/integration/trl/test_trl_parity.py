@@ -7,6 +7,7 @@ ours is handed to it but the folder of a model and a file of conversations.
 from __future__ import annotations
 
 import json
+import math
 import random
 import subprocess
 import sys
@@ -15,57 +16,18 @@ from typing import Any
 
 import pytest
 
+from tiny_jobs import make_model
+
 NUM_STEPS = 20
 NUM_ROWS = 24
 LEARNING_RATE = 5e-3
 SEQ_LEN = 96
-TEMPLATE = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}"
-    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] + '<|im_end|>' }}"
-    "{% endgeneration %}{% else %}{{ message['content'] + '<|im_end|>' }}{% endif %}{{ '\n' }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 WORDS = ["how", "many", "singers", "are", "older", "than", "the", "album", "of", "every", "band"]
 
 
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, set_seed
-
-    folder = tmp_path_factory.mktemp("model")
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    specials = ["<pad>", "<|im_start|>", "<|im_end|>"]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=specials, initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator([" ".join(WORDS)], trainer)
-    make_fast: Any = PreTrainedTokenizerFast
-    fast = make_fast(
-        tokenizer_object=tokenizer,
-        bos_token="<|im_start|>",
-        eos_token="<|im_end|>",
-        pad_token="<pad>",
-    )
-    fast.chat_template = TEMPLATE
-    fast.save_pretrained(folder)
-    set_seed(3)
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=len(fast),
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
-    make_model: Any = LlamaForCausalLM
-    make_model(config).save_pretrained(folder)
-    return folder
+    return make_model(tmp_path_factory.mktemp("model"), hidden_size=64)
 
 
 @pytest.fixture(scope="module")
@@ -92,8 +54,16 @@ def data_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def relative_rate(step: int) -> float:
+    """Cosine after two steps of warm-up. TRL's own warm-up begins with a step at rate 0."""
+    if step < 2:
+        return (step + 1) / 2
+    return 0.5 * (1 + math.cos(math.pi * (step - 2) / (NUM_STEPS - 2)))
+
+
 def train_with_trl(model_folder: Path, data_file: Path, out: Path, **settings: Any) -> list[float]:
     from datasets import Dataset
+    from torch.optim.lr_scheduler import LambdaLR
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import SFTConfig, SFTTrainer
 
@@ -102,8 +72,6 @@ def train_with_trl(model_folder: Path, data_file: Path, out: Path, **settings: A
         output_dir=str(out),
         max_steps=NUM_STEPS,
         learning_rate=LEARNING_RATE,
-        lr_scheduler_type="cosine",
-        warmup_steps=2,
         max_length=SEQ_LEN,
         assistant_only_loss=True,
         loss_type="nll",
@@ -121,7 +89,14 @@ def train_with_trl(model_folder: Path, data_file: Path, out: Path, **settings: A
         dataloader_pin_memory=False,
         **settings,
     )
-    trainer = SFTTrainer(
+
+    class Trainer(SFTTrainer):  # type: ignore[misc]
+        def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+            assert num_training_steps == NUM_STEPS
+            self.lr_scheduler = LambdaLR(optimizer or self.optimizer, relative_rate)
+            return self.lr_scheduler
+
+    trainer = Trainer(
         model=AutoModelForCausalLM.from_pretrained(model_folder, attn_implementation="sdpa"),
         args=config,
         train_dataset=Dataset.from_list(rows),

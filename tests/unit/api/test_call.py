@@ -35,3 +35,9 @@ def test_values_are_read_as_the_command_line_reads_them() -> None:
 def test_the_signature_is_that_of_the_options() -> None:
     assert list(inspect.signature(echo).parameters)[:2] == ["job", "data"]
     assert echo.__doc__ == "What was asked for."
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, "x", 1.5])
+def test_a_seed_has_32_bits(seed: object) -> None:
+    with pytest.raises(UsageError, match="--seed"):
+        echo("recipe.yaml", seed=seed)  # type: ignore[call-overload]

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tightfit.api.doctor import doctor
-from tightfit.api.hardware import hardware
-from tightfit.api.models import models
+from tightfit.api.catalogue import doctor, hardware, models
 from tightfit.core.errors import NotFoundError, UsageError
 
 

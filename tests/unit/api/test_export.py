@@ -17,7 +17,7 @@ from tightfit.api.quantize import quantize
 from tightfit.api.verify import verify
 from tightfit.core.errors import NotFoundError, UsageError, UserError
 from tightfit.export.merge import MergeForecast
-from tightfit.export.quantize.summary import QuantizeStatus
+from tightfit.export.quantize.job import QuantizeStatus
 
 pytest.importorskip("gguf", reason="pip install 'tightfit[gguf]'")
 pytest.importorskip("xllamacpp", reason="pip install 'tightfit[gguf]'")

@@ -10,12 +10,11 @@ import pytest
 from tightfit.api.calibrate import stored_calibration
 from tightfit.api.estimate import estimate, zero_table
 from tightfit.api.options.training import PlanOptions
-from tightfit.api.plan import buy, plan
+from tightfit.api.plan import NoPlanError, buy, plan
 from tightfit.api.prepare import InvalidRowsError, prepare
 from tightfit.api.train import train
-from tightfit.api.training.search import NoPlanError
 from tightfit.core.errors import NotFoundError, UsageError, UserError
-from tightfit.core.strategy import Method
+from tightfit.core.settings import Method
 from tightfit.estimation.result import Verdict
 from word_model import ROWS, plant_model
 
@@ -37,7 +36,7 @@ def test_zero_table_from_two_numbers() -> None:
 
 
 def test_plans_are_ordered_and_can_be_saved_and_read(tmp_path: Path) -> None:
-    found = plan("gpt2", on="T4", trace=False, top=3)
+    found = plan("gpt2", on="T4", top=3)
     saved = tmp_path / "plan.json"
     saved.write_text(found.best.model_dump_json())
 
@@ -48,14 +47,14 @@ def test_plans_are_ordered_and_can_be_saved_and_read(tmp_path: Path) -> None:
 
 
 def test_options_object_and_keywords_mean_the_same() -> None:
-    options = PlanOptions("gpt2", on="T4", trace=False, top=1)
+    options = PlanOptions("gpt2", on="T4", top=1)
 
-    assert plan(options).best == plan("gpt2", on="T4", trace=False, top=1).best
+    assert plan(options).best == plan("gpt2", on="T4", top=1).best
 
 
 def test_no_plan_says_what_was_excluded_and_what_to_try() -> None:
     with pytest.raises(NoPlanError, match="GiB short") as caught:
-        plan("Llama-3.1-70B", on="T4", trace=False)
+        plan("Llama-3.1-70B", on="T4")
 
     assert caught.value.exit_code == 5
     assert "--buy" in caught.value.remedy
@@ -117,3 +116,11 @@ def test_data_without_a_recipe_reports_progress_and_bad_rows(tmp_path: Path) -> 
     with pytest.raises(InvalidRowsError) as caught:
         prepare(str(tmp_path / "model"), data=[str(rows)], seq_len=64)
     assert caught.value.num_rows == len(caught.value.rows) == 1
+
+
+def test_runs_are_listed_under_a_name_that_no_package_has(tmp_path: Path) -> None:
+    import tightfit
+
+    assert tightfit.list_runs(tmp_path) == []
+    with pytest.raises(UserError):
+        tightfit.read_runs("no-such-run")

@@ -109,7 +109,7 @@ def test_trl_gets_the_recipe_and_its_own_defaults(demo_step: ModuleType) -> None
     default = demo_step.sft_arguments(recipe, demo_step.SWITCHES["trl-default"], "out")
     best = demo_step.sft_arguments(recipe, demo_step.SWITCHES["trl-best"], "out")
 
-    assert default["per_device_train_batch_size"] == 4
+    assert default["per_device_train_batch_size"] == recipe["effective_batch"]
     assert default["learning_rate"] == 1e-3
     assert default["warmup_steps"] == 1
     assert not {"bf16", "gradient_checkpointing"} & set(default)

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 
-from tightfit.core.strategy import Loss, Method
+from tightfit.core.settings import Loss, Method
 from tightfit.data.token_store import EncodedRow
-from tightfit.planning.levers import LEVERS
+from tightfit.planning.ranking import LEVERS
 
 ROOT = Path(__file__).parents[3]
 

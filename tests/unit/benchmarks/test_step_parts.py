@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from tightfit.core.strategy import Optimizer, Strategy
+from tightfit.core.optimizers import Optimizer
+from tightfit.core.strategy import Strategy
 from tightfit.hardware.calibration import Calibration
 from tightfit.models.resolve import resolve_model
 

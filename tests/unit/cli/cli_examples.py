@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from tightfit.core.dtypes import Dtype
-from tightfit.core.strategy import Loss, Offload, Sharding, Strategy
+from tightfit.core.settings import Loss, Offload, Sharding
+from tightfit.core.strategy import Strategy
 from tightfit.core.units import GIB, MIB
 from tightfit.estimation.result import (
     DiskSpace,

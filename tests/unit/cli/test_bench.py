@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 from conftest import Run
 
-from tightfit.api.options.choices import PLAN_METHODS
 from tightfit.api.training.settings import list_plan_options, read_settings
-from tightfit.clusters.local import trial
-from tightfit.core.recipe import Recipe, RecipeMethod
+from tightfit.clusters.local import launcher
+from tightfit.core.recipe import Recipe
+from tightfit.core.settings import RecipeMethod, words_of
 from tightfit.core.strategy import Strategy
 from tightfit.hardware.resolve import resolve_hardware
 from tightfit.models.resolve import resolve_model
@@ -54,16 +54,16 @@ def orders(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     from local_cases import stand_in_command
 
+    real = launcher.run_job
+
     def run_job(run: RunFolder, **more: Any) -> RunState:
         order = given.pop(0) if len(given) > 1 else given[0]
         (run.path / "behaviour.json").write_text(json.dumps({"num_steps": 5, **order}))
         if "removes" in order:
             Path(order["removes"]).rmdir()
-        from tightfit.clusters.local import launcher
+        return real(run, command=stand_in_command(run), **more)
 
-        return launcher.run_job(run, command=stand_in_command(run), **more)
-
-    monkeypatch.setattr(trial, "run_job", run_job)
+    monkeypatch.setattr(launcher, "run_job", run_job)
     return given
 
 
@@ -265,14 +265,14 @@ class TestWords:
         from tightfit.api.training.settings import NOT_SEARCHED
 
         said = {word.partition("=")[0] for word in list_plan_options(Strategy())[3::2]}
-        silent = {"quirks", "recomputed_layers"}
+        silent = {"trainer", "quirks", "recomputed_layers"}
         assert said | set(NOT_SEARCHED) | silent == set(Strategy.model_fields)
 
 
 def _read_back(words: tuple[str, ...], spec: Any) -> JobRequest:
     """As `train` reads `--method` and `--set`."""
     assert words[0] == "--method"
-    assert words[1] in PLAN_METHODS
+    assert words[1] in words_of(RecipeMethod)
     assert set(words[2::2]) == {"--set"}
     recipe = Recipe(model="m", method=RecipeMethod(words[1]))
     fixed = recipe.fixed_strategy() | read_settings(words[3::2])
@@ -309,4 +309,4 @@ def test_a_setting_that_leaves_no_plan_is_left_out_in_a_command_that_plans(run: 
     )
     assert reported.code == 5
     assert "try: tightfit plan t5-small --method full --on here    (without" in reported.err
-    assert run("plan", "t5-small", "--method", "full", "--on", "here", "--no-trace").code == 0
+    assert run("plan", "t5-small", "--method", "full", "--on", "here").code == 0

@@ -17,7 +17,7 @@ from tightfit.core.units import GIB
 from tightfit.hardware.catalogue import find_gpu
 from tightfit.hardware.local import probe_cpu
 from tightfit.hardware.types import Cluster, Node, NodeGroup
-from tightfit.runs.measured_rates import write_calibration
+from tightfit.runs.store import write_calibration
 
 
 @pytest.fixture(autouse=True)
@@ -39,12 +39,12 @@ def one_h200(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """An idle machine with a card, and a measurement that takes no time; what it was asked."""
     asked: list[dict[str, Any]] = []
 
-    def measure(node: Node, seconds: float | None, _progress: Any) -> Any:
-        asked.append({"gpu": node.gpu.name, "seconds": seconds})
+    def measure(node: Node, *, budget_seconds: float, **_: Any) -> Any:
+        asked.append({"gpu": node.gpu.name, "seconds": budget_seconds})
         return make_calibration(skipped=("fp8 products: there are none",), warnings=("busy",))
 
     monkeypatch.setattr(verb, "probe_here", lambda: make_cluster("H200-SXM"))
-    monkeypatch.setattr(verb, "_measure", measure)
+    monkeypatch.setattr("tightfit.runtime.calibrate.measure.measure_machine", measure)
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     return asked
 

@@ -3,35 +3,26 @@
 from __future__ import annotations
 
 import pytest
-from cli_run import run_process
-from pydantic import BaseModel
 
-from tightfit.api.options import choices, common
-from tightfit.api.options.choices import (
+from cli_run import run_process
+from tightfit.api.estimate import read_count
+from tightfit.api.options.common import (
     complete_gpu,
     complete_hardware,
     complete_job,
     complete_model,
 )
-from tightfit.core.dtypes import Dtype
+from tightfit.api.options.training import ESTIMATE_METHODS
 from tightfit.core.errors import UsageError
-from tightfit.core.recipe import Recipe
-from tightfit.core.strategy import Attention, Loss, Method, Offload, Optimizer, Sharding
+from tightfit.core.settings import Method, RecipeMethod, words_of
 from tightfit.hardware.resolve import resolve_hardware
 from tightfit.models.resolve import resolve_model
 from tightfit.planning.request import METHODS
 
 
 def test_the_words_are_those_of_the_contract() -> None:
-    assert set(choices.METHODS) == {method.value for method in Method} | {"qlora"}
-    assert choices.PLAN_METHODS == METHODS
-    assert tuple(dtype.value for dtype in Dtype) == choices.WEIGHTS
-    assert set(choices.COMPUTE) == {dtype.value for dtype in Dtype if not dtype.is_quantized}
-    assert tuple(optimizer.value for optimizer in Optimizer) == choices.OPTIMIZERS
-    assert tuple(attention.value for attention in Attention) == choices.ATTENTIONS
-    assert tuple(loss.value for loss in Loss) == choices.LOSSES
-    assert tuple(sharding.value for sharding in Sharding) == choices.SHARDINGS
-    assert tuple(offload.value for offload in Offload) == choices.OFFLOADS
+    assert set(ESTIMATE_METHODS) == {method.value for method in Method} | {"qlora"}
+    assert words_of(RecipeMethod) == METHODS
 
 
 @pytest.mark.parametrize(
@@ -39,13 +30,13 @@ def test_the_words_are_those_of_the_contract() -> None:
     [("2851e6", 2_851_000_000), ("2.851B", 2_851_000_000), ("32M", 32_000_000), ("7_000", 7000)],
 )
 def test_counts_are_read_as_people_write_them(text: str, number: int) -> None:
-    assert choices.read_count(text, option="--total-params") == number
+    assert read_count(text, option="--total-params") == number
 
 
 @pytest.mark.parametrize("text", ["", "many", "-1", "0", "nan", "inf", "1e99", "b", "1e400"])
 def test_what_is_no_count_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="--total-params"):
-        choices.read_count(text, option="--total-params")
+        read_count(text, option="--total-params")
 
 
 def test_every_offered_name_resolves() -> None:
@@ -95,11 +86,3 @@ def test_bash_completes(words: str, expected: str) -> None:
         COMP_CWORD=str(len(words.split()) - 1),
     )
     assert expected in answer.out.split()
-
-
-def test_bounds_are_those_of_the_recipe() -> None:
-    def bound(model: type[BaseModel], name: str) -> object:
-        return next(limit.le for limit in model.model_fields[name].metadata if hasattr(limit, "le"))
-
-    assert bound(Recipe, "effective_batch") == common.MAX_EFFECTIVE_BATCH
-    assert bound(Recipe, "epochs") == common.MAX_EPOCHS

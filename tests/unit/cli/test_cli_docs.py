@@ -11,8 +11,7 @@ from types import ModuleType
 import pytest
 import typer
 
-from tightfit.cli import error_report
-from tightfit.cli.command import VERBS, build_app, load_flags
+from tightfit.cli.command import VERBS, build_app, load_options
 from tightfit.core import errors
 
 ROOT = Path(__file__).parents[3]
@@ -48,23 +47,23 @@ def list_options() -> set[str]:
 
 
 def test_every_verb_has_help_json_and_worked_examples() -> None:
-    answering = {"doctor", "models", "hardware", "calibrate", "estimate", "plan", "version"}
+    answering = {"init", "doctor", "models", "hardware", "calibrate", "estimate", "plan", "version"}
     training = {"prepare", "bench", "train", "runs", "eval"}
-    after = {"merge", "convert", "quantize", "verify", "chat", "generate", "serve", "compare"}
-    cluster = {"submit", "preflight", "stage", "farm"}
+    after = {"merge", "convert", "quantize", "verify", "chat", "generate", "serve", "compare", "ui"}
+    cluster = {"submit", "cancel", "preflight", "stage", "farm"}
     assert set(VERBS) == answering | training | after | cluster
     for verb, summary in VERBS.items():
-        flags, examples = load_flags(verb)
-        assert flags.__doc__
-        assert flags.__doc__.strip().splitlines()[0] == summary
-        assert "as_json" in {field.name for field in dataclasses.fields(flags)}
+        options, output, examples = load_options(verb)
+        assert options.__doc__
+        assert options.__doc__.strip().splitlines()[0] == summary
+        assert "as_json" in {field.name for field in dataclasses.fields(output)}
         assert examples.count(f"tightfit {verb}") >= 2
 
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_examples_use_options_that_exist(verb: str) -> None:
     known = list_options()
-    used = re.findall(r"(?<!\S)--[a-z-]+", load_flags(verb)[1])
+    used = re.findall(r"(?<!\S)--[a-z-]+", load_options(verb)[2])
     assert set(used) <= known
 
 
@@ -75,7 +74,7 @@ def test_every_exit_code_is_documented() -> None:
     for kind in kinds:
         if issubclass(kind, errors.UserError):
             assert kind.__name__ in listed[kind.exit_code]
-    ours = {error_report.EXIT_BUG, error_report.EXIT_INTERRUPTED, error_report.EXIT_BROKEN_PIPE}
+    ours = {errors.EXIT_BUG, errors.EXIT_INTERRUPTED, errors.EXIT_BROKEN_PIPE}
     of_runs = {errors.EXIT_REQUEUE, errors.EXIT_OUT_OF_MEMORY}
     assert of_runs == {75, 76}, "batch scripts rely on these"
     assert set(listed) == {0, 1, 2, 3, 4, 5, 6, 7, 8} | ours | of_runs

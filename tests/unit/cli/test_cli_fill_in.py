@@ -7,15 +7,16 @@ from dataclasses import replace
 import pytest
 
 from tightfit.api.estimate import choose_strategy
-from tightfit.cli.flags.training import EstimateFlags
+from tightfit.api.options.training import EstimateOptions
 from tightfit.core.errors import UsageError
-from tightfit.core.strategy import Method, Sharding, Strategy
+from tightfit.core.settings import Method, Sharding
+from tightfit.core.strategy import Strategy
 from tightfit.hardware.resolve import resolve_hardware
 from tightfit.models.resolve import resolve_model
 
 
 def choose(on: str, model: str = "Llama-2-7b", **stated: object) -> Strategy:
-    flags = replace(EstimateFlags(), **stated)  # type: ignore[arg-type]
+    flags = replace(EstimateOptions(), **stated)  # type: ignore[arg-type]
     group = resolve_hardware(on).groups[0]
     return choose_strategy(flags, spec=resolve_model(model), group=group)
 

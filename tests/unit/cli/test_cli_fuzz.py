@@ -6,23 +6,19 @@ import json
 from collections.abc import Sequence
 
 import pytest
-from cli_run import run_here
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tightfit.api.options import choices
+from cli_run import run_here
+from tightfit.api.options.training import EstimateOptions
+from tightfit.core.options import list_declared
 
 JUNK = ("", "-1", "0", "1e9", "nan", "ä", "None", "1.5", "99999999999999999999", "a,b", "--", "x=y")
 WORDS = {
-    "--method": choices.METHODS,
-    "--weights": choices.WEIGHTS,
-    "--compute": choices.COMPUTE,
-    "--adapter-dtype": choices.COMPUTE,
-    "--optimizer": choices.OPTIMIZERS,
-    "--attention": choices.ATTENTIONS,
-    "--loss": choices.LOSSES,
-    "--sharding": choices.SHARDINGS,
-    "--offload": choices.OFFLOADS,
+    option.name: tuple((option.metavar or "").split("|"))
+    for option in list_declared(EstimateOptions).values()
+    if "|" in (option.metavar or "") and option.name != "--lora-targets"
+} | {
     "--lora-rank": ("1", "64", "65536"),
     "--lora-targets": ("all-linear", "q_proj,v_proj", "c_attn"),
     "--micro-batch": ("1", "7", "65536"),

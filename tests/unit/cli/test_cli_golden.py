@@ -6,54 +6,29 @@ After a wanted change: TIGHTFIT_GOLDEN=write python -m pytest tests/unit/cli/tes
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
 from cli_examples import CLUSTER, GROUP, SPEC, STRATEGY, make_estimate, make_offers, make_result
+from rich.console import RenderableType
 
-from tightfit.cli.hardware import show_cluster
-from tightfit.cli.render.checkup import show_checkup
-from tightfit.cli.render.estimate import show_estimate, show_zero_table
-from tightfit.cli.render.plan import show_offers, show_plans
+from tightfit.cli.doctor import render_checkup
+from tightfit.cli.estimate import render_estimate, render_zero_table
+from tightfit.cli.hardware import render_cluster
+from tightfit.cli.plan import render_offers, render_plans
+from tightfit.cli.terminal.screen import show
+from tightfit.core.findings import Finding, Status
 from tightfit.core.units import GIB
 from tightfit.estimation.result import Verdict
-from tightfit.estimation.zero_table import estimate_zero_table
-from tightfit.hardware.checkup import Checkup, Finding, Status
+from tightfit.estimation.state import estimate_zero_table
+from tightfit.hardware.checkup import Checkup
 from tightfit.planning.request import JobRequest
 
 FOLDER = Path(__file__).parents[2] / "golden" / "cli"
 
 
-def _estimate() -> None:
-    show_estimate(make_estimate(), spec=SPEC, strategy=STRATEGY, group=GROUP)
-
-
-def _estimate_too_big() -> None:
-    big = make_estimate(verdict=Verdict.DOES_NOT_FIT, activations=40 * GIB)
-    show_estimate(big, spec=SPEC, strategy=STRATEGY, group=GROUP)
-
-
-def _plan() -> None:
-    show_plans(make_result(), cluster=CLUSTER, is_explained=False)
-
-
-def _plan_explained() -> None:
-    show_plans(make_result(), cluster=CLUSTER, is_explained=True)
-
-
-def _buy() -> None:
-    show_offers(make_offers(), JobRequest(spec=SPEC), num_shown=1)
-
-
-def _zero_table() -> None:
-    rows = estimate_zero_table(
-        total_params=2_851_000_000, largest_layer_params=32_000_000, gpus_per_node=8, num_nodes=1
-    )
-    show_zero_table(rows, "ZeRO-3 model states of a model.")
-
-
-def _doctor() -> None:
+def _checkup() -> Checkup:
     findings = (
         Finding(area="python", name="Python", status=Status.OK, detail="3.12 in a venv"),
         Finding(area="gpu", name="GPU 0", status=Status.INFO, detail="Tesla T4, 14.6 GiB, no bf16"),
@@ -67,23 +42,33 @@ def _doctor() -> None:
         Finding(
             area="disk",
             name="model cache",
-            status=Status.FAULT,
+            status=Status.ERROR,
             detail="1.2 GiB free at /home/someone/.cache/huggingface/hub",
             remedy="export HF_HOME=/a/larger/disk",
         ),
     )
-    show_checkup(Checkup(findings=findings, worst=Status.FAULT, exit_code=6))
+    return Checkup(findings=findings, worst=Status.ERROR, exit_code=6)
 
 
-SCREENS: dict[str, Callable[[], None]] = {
-    "estimate": _estimate,
-    "estimate_too_big": _estimate_too_big,
-    "plan": _plan,
-    "plan_explained": _plan_explained,
-    "buy": _buy,
-    "zero_table": _zero_table,
-    "doctor": _doctor,
-    "cluster": lambda: show_cluster(CLUSTER),
+SCREENS: dict[str, Callable[[], Iterable[RenderableType]]] = {
+    "estimate": lambda: render_estimate(make_estimate(), SPEC, STRATEGY, GROUP),
+    "estimate_too_big": lambda: render_estimate(
+        make_estimate(verdict=Verdict.DOES_NOT_FIT, activations=40 * GIB), SPEC, STRATEGY, GROUP
+    ),
+    "plan": lambda: render_plans(make_result(), cluster=CLUSTER, is_explained=False),
+    "plan_explained": lambda: render_plans(make_result(), cluster=CLUSTER, is_explained=True),
+    "buy": lambda: render_offers(make_offers(), JobRequest(spec=SPEC), num_shown=1),
+    "zero_table": lambda: render_zero_table(
+        estimate_zero_table(
+            total_params=2_851_000_000,
+            largest_layer_params=32_000_000,
+            gpus_per_node=8,
+            num_nodes=1,
+        ),
+        "ZeRO-3 model states of a model.",
+    ),
+    "doctor": lambda: render_checkup(_checkup()),
+    "cluster": lambda: render_cluster(CLUSTER),
 }
 
 
@@ -96,7 +81,7 @@ def test_the_screen_is_as_agreed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(columns))
-    SCREENS[screen]()
+    show(SCREENS[screen]())
     shown = capsys.readouterr().out
 
     assert "\x1b" not in shown

@@ -9,8 +9,9 @@ import pytest
 from conftest import Run
 
 from tightfit.cli import doctor
-from tightfit.core.version import __version__
-from tightfit.hardware.checkup import Checkup, Finding, Status
+from tightfit.core.findings import Finding, Status
+from tightfit.core.packages import __version__
+from tightfit.hardware.checkup import Checkup
 from tightfit.models.catalogue import list_models
 
 
@@ -81,21 +82,21 @@ def test_doctor_answers_on_any_machine(run: Run) -> None:
         f["area"] for f in reported["findings"]
     }
     for finding in reported["findings"]:
-        if finding["status"] in ("warning", "fault"):
+        if finding["status"] in ("warning", "error"):
             assert finding["remedy"]
 
 
-def test_doctor_tells_faults_by_its_exit_code(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_tells_errors_by_its_exit_code(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     found = Finding(
-        area="disk", name="model cache", status=Status.FAULT, detail="full", remedy="make room"
+        area="disk", name="model cache", status=Status.ERROR, detail="full", remedy="make room"
     )
-    checkup = Checkup(findings=(found,), worst=Status.FAULT, exit_code=6)
+    checkup = Checkup(findings=(found,), worst=Status.ERROR, exit_code=6)
     monkeypatch.setattr(doctor, "api_doctor", lambda _flags: checkup)
 
     answer = run("doctor")
     assert answer.code == 6
     assert "try: make room" in answer.out
-    assert "1 fault, 0 warnings." in answer.out
+    assert "1 error, 0 warnings." in answer.out
 
 
 @pytest.mark.parametrize("argv", [("version",), ("--version",)])

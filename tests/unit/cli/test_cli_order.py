@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 from cli_examples import OFFLOADED, STRATEGY, make_estimate, make_plan
 
-from tightfit.cli.render.plan import explain_order, explain_steps
 from tightfit.core.dtypes import Dtype
-from tightfit.core.strategy import Method, Sharding, Strategy
-from tightfit.estimation.result import Estimate, Verdict
+from tightfit.core.settings import Method, Sharding
+from tightfit.core.strategy import Strategy
+from tightfit.estimation.result import TRACED, Estimate, Verdict
 from tightfit.planning.plan import Plan
+from tightfit.planning.ranking import explain_order
 
 
 def at_speed(factor: float, *, verdict: Verdict = Verdict.FITS) -> Estimate:
@@ -59,30 +60,14 @@ def test_where_the_first_is_the_fastest_nothing_is_said() -> None:
     assert order(change(weights=Dtype.NF4), 1.001) is None
 
 
-def test_a_plan_that_is_faster_than_the_one_above_is_explained() -> None:
+def test_traced_and_untraced_speeds_are_not_compared() -> None:
+    estimate = at_speed(1.0)
+    traced = estimate.time.model_copy(update={"tier": TRACED})
     plans = [
-        make_plan(STRATEGY, at_speed(1.0)),
-        make_plan(change(sharding=Sharding.FSDP), at_speed(0.8)),
-        make_plan(change(weights=Dtype.NF4), at_speed(0.9)),
-        make_plan(OFFLOADED, at_speed(0.5)),
+        make_plan(STRATEGY, estimate.model_copy(update={"time": traced})),
+        make_plan(change(weights=Dtype.NF4), at_speed(1.5)),
     ]
-    (line,) = explain_steps(plans)
-    assert line.startswith("3 is 1.12x faster than 2, but QLoRA costs quality")
-
-
-def test_a_plan_by_formula_behind_a_traced_one() -> None:
-    traced = at_speed(0.8).model_copy(update={"tier": "traced"})
-    plans = [
-        make_plan(STRATEGY, at_speed(1.0)),
-        make_plan(STRATEGY, traced),
-        make_plan(STRATEGY, at_speed(0.9)),
-    ]
-    assert explain_steps(plans) == ["3 is 1.12x faster than 2, but what is traced comes first."]
-
-
-def test_what_is_faster_than_the_first_is_told_once() -> None:
-    slow = make_plan(OFFLOADED, at_speed(0.5))
-    fast = make_plan(change(weights=Dtype.NF4), at_speed(1.2))
-    plans = [make_plan(STRATEGY, at_speed(1.0)), slow, fast]
-    assert explain_order(plans) is not None
-    assert explain_steps(plans) == []
+    line = explain_order(plans)
+    assert line is not None
+    assert "row 1 traced" in line
+    assert "faster" not in line

@@ -11,10 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
-from cli_run import run_process
 from conftest import Run
 
+from cli_run import run_process
 from tightfit.cli.command import VERBS
+from tightfit.cli.terminal import output
 
 COMMANDS = (
     "models",
@@ -152,3 +153,19 @@ def test_a_folder_that_is_gone_is_survived(tmp_path: Path) -> None:
             ["bash", "-c", f"{line} {command}"], capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, done.stderr
+
+
+def test_a_long_task_that_nobody_watches_prints_lines(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output, "FIRST_LINE_SECONDS", 0.05)
+    with output.progress_bar() as progress:
+        assert progress is not None
+        progress("reading data", 0, 2)
+        progress("reading data", 2, 2)  # done before its first line is due
+        progress("tracing the step", 0, 3)
+        time.sleep(0.3)
+        progress("tracing the step", 1, 3)  # too soon after the first line
+    captured = capsys.readouterr()
+    assert captured.err == "tracing the step: 0 of 3\n"
+    assert captured.out == ""

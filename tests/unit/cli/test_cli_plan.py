@@ -235,7 +235,7 @@ def test_a_setting_that_nothing_allows_is_left_out_and_not_shopped_for(
     assert reported.code == 5
     remedy = "tightfit plan gpt2 --method lora --on H200    (without --set fp8_gradients=true)"
     assert remedy in reported.err
-    assert run(*words[:6], "--no-trace").code == 0
+    assert run(*words[:6]).code == 0
 
 
 def test_a_setting_that_needs_too_much_memory_is_left_out_and_the_others_stay(run: Run) -> None:
@@ -244,7 +244,7 @@ def test_a_setting_that_needs_too_much_memory_is_left_out_and_the_others_stay(ru
     assert reported.code == 5
     remedy = "tightfit plan Llama-2-7b --method lora --set lora-rank=8 --on RTX-4090"
     assert f"try: {remedy}    (without --set micro-batch=64)" in reported.err
-    assert run(*shlex.split(remedy)[1:], "--no-trace").code == 0
+    assert run(*shlex.split(remedy)[1:]).code == 0
 
 
 def test_every_spelling_of_what_stands_in_the_way_is_left_out(run: Run) -> None:
@@ -336,3 +336,23 @@ def test_buying_says_by_what_it_is_cheapest_and_what_it_does_not_use(
     assert "2xT4) is not used" in text
     text = " ".join(run("plan", str(recipe), "--buy", "--data", str(dataset)).out.split())
     assert "cheapest first by $ per run" in text
+
+
+def test_a_plan_that_is_tight_by_formula_offers_the_trace(run: Run) -> None:
+    words = (
+        "plan",
+        "Llama-2-7b",
+        "--method",
+        "lora",
+        "--seq-len",
+        "2048",
+        "--set",
+        "micro-batch=1",
+    )
+    tight = run(*words, "--on", "T4", "--json").json["plans"][0]
+    assert tight["estimate"]["verdict"] == "tight", "the case must be a close one"
+    command = f"tightfit {' '.join(words)} --on T4 --trace"
+    assert any(command in warning for warning in tight["warnings"])
+    roomy = run(*words, "--on", "H200", "--json").json["plans"][0]
+    assert roomy["estimate"]["verdict"] == "fits"
+    assert not any("--trace" in warning for warning in roomy["warnings"])

@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from cli_run import run_process
 from conftest import Run
 
+from cli_run import run_process
 from tightfit.cli.terminal.screen import render_bar, render_gauge
 
 HUMAN = (

@@ -14,15 +14,16 @@ from conftest import Run
 from tightfit.api.plan import warn_of_missing_packages
 from tightfit.api.training import tracing
 from tightfit.api.training.tracing import ModelTracer
-from tightfit.cli.render.estimate import show_estimate
-from tightfit.cli.render.plan import show_plans
+from tightfit.cli.estimate import render_estimate
+from tightfit.cli.plan import render_plans
+from tightfit.cli.terminal.screen import show
 from tightfit.core.units import GIB
 from tightfit.estimation.result import Verdict
-from tightfit.hardware import environment
+from tightfit.hardware import machine
 from tightfit.hardware.types import Cluster
 from tightfit.models.resolve import resolve_model
 from tightfit.planning.search import SearchResult
-from tightfit.planning.traced import TraceOutcome, TraceRequest, apply_trace
+from tightfit.planning.traced import TraceRequest, apply_trace
 from tightfit.trace.tracer import Tracer, TraceResponse
 from trace_cases import record_full_tuning, trace
 
@@ -35,9 +36,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[TraceRequest]]:
     """A tracer that answers at once; the wishes of each time it was asked."""
     calls: list[Sequence[TraceRequest]] = []
 
-    def ask(_self: ModelTracer, wishes: Sequence[TraceRequest]) -> list[TraceOutcome]:
+    def ask(_self: ModelTracer, wishes: Sequence[TraceRequest]) -> list[TraceResponse]:
         calls.append(wishes)
-        return [TraceOutcome(traced=TRACED)] * len(wishes)
+        return [TraceResponse(traced=TRACED)] * len(wishes)
 
     monkeypatch.setattr(ModelTracer, "_ask", ask)
     monkeypatch.setattr(tracing, "require_packages", lambda *_, **__: None)
@@ -193,7 +194,7 @@ def test_a_total_that_no_card_will_see_is_named(capsys: pytest.CaptureFixture[st
     )
     group = CLUSTER.groups[0]
     estimate = apply_trace(make_estimate(), too_big, group.node)
-    show_estimate(estimate, spec=resolve_model("Llama-2-7b"), strategy=STRATEGY, group=group)
+    show(render_estimate(estimate, resolve_model("Llama-2-7b"), STRATEGY, group))
     text = capsys.readouterr().out
 
     assert estimate.verdict is Verdict.DOES_NOT_FIT
@@ -216,14 +217,14 @@ def make_result(*tiers: str, source: str = "words") -> SearchResult:
 
 def shown(result: SearchResult, capsys: pytest.CaptureFixture[str]) -> str:
     cluster: Cluster = CLUSTER
-    show_plans(result, cluster=cluster, is_explained=False)
+    show(render_plans(result, cluster=cluster, is_explained=False))
     return capsys.readouterr().out
 
 
 def test_each_row_says_what_it_stands_on(capsys: pytest.CaptureFixture[str]) -> None:
     text = shown(make_result("traced+traced", "traced", "closed-form"), capsys)
 
-    table = text.split("Why the first")[0]
+    table = text.split("Speeds do not compare")[0]
     found = re.findall(r"memory traced|traced|by formula", table)
     assert found == ["traced", "memory traced", "by formula"]
     assert "Why the first (differences by formula)" in text
@@ -241,7 +242,7 @@ def test_plans_for_this_machine_name_what_is_not_installed(
 ) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.setattr(
-        environment, "read_version", lambda name: None if name == "deepspeed" else "1.0"
+        machine, "read_version", lambda name: None if name == "deepspeed" else "1.0"
     )
     here = warn_of_missing_packages(make_result("closed-form", source="here"))
     elsewhere = warn_of_missing_packages(make_result("closed-form", source="words"))

@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from cli_run import run_here
 
+from cli_run import run_here
 from small_models import make_family, make_llama
 
 pytest.importorskip("gguf", reason="pip install 'tightfit[gguf]'")

@@ -11,7 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from tightfit.api.options import engines as options
+from tightfit.api.options.common import Output
 from tightfit.api.options.engines import (
     EngineOptions,
     SamplingOptions,
@@ -22,8 +22,7 @@ from tightfit.cli.command import make_command
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import UsageError
 from tightfit.core.sampling import Sampling
-from tightfit.engines.open import ENGINES
-from tightfit.runtime.artefacts import Artefact, ArtefactKind
+from tightfit.runtime.model_files import Artefact, ArtefactKind
 
 ARTEFACT = Artefact(name="it", kind=ArtefactKind.GGUF, path=Path("it"), tokenizer=Path("it"))
 
@@ -37,10 +36,10 @@ def read(monkeypatch: pytest.MonkeyPatch, *words: str) -> Flags:
     """As the command line reads them, by way of a verb made for the test."""
     found: list[Flags] = []
     module = ModuleType("tightfit.cli.asking")
-    vars(module)["asking"] = found.append
+    vars(module)["asking"] = lambda options, _output: found.append(options)
     monkeypatch.setitem(sys.modules, "tightfit.cli.asking", module)
     app = typer.Typer()
-    app.command()(make_command("asking", Flags))
+    app.command()(make_command("asking", Flags, Output))
     result = CliRunner().invoke(app, list(words))
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
@@ -102,6 +101,7 @@ def test_all_that_can_be_said(monkeypatch: pytest.MonkeyPatch) -> None:
     "words",
     [
         "--engine lama",
+        "--weights int4",
         "--device gpu",
         "--device cuda:x",
         "--context 0",
@@ -130,13 +130,8 @@ def test_a_wrong_value_names_the_option_and_one_that_works(
     assert caught.value.remedy.startswith(option)
 
 
-@pytest.mark.parametrize("words", ["--weights int4", "--set color=red", "--hosts a:b"])
+@pytest.mark.parametrize("words", ["--set color=red", "--hosts a:b"])
 def test_words_are_read_with_the_request(words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = read(monkeypatch, *words.split())
     with pytest.raises(UsageError, match=words.split(maxsplit=1)[0]):
         engine_request(flags, ARTEFACT)
-
-
-def test_words_are_those_of_the_rooms_below() -> None:
-    assert options.ENGINES == ENGINES
-    assert {Dtype(word) for word in options.ENGINE_WEIGHTS if word != "auto"} < set(Dtype)

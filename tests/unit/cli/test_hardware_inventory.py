@@ -10,9 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cli_run import Answer
 
-from tightfit.cli.hardware import show_inventory
+from cli_run import Answer
+from tightfit.cli.hardware import render_inventory
+from tightfit.cli.terminal.screen import show
 from tightfit.hardware.inventory import Inventory
 from tightfit.hardware.kubernetes import probe_kubernetes_inventory
 from tightfit.hardware.slurm import probe_slurm_inventory
@@ -37,11 +38,11 @@ def _kubernetes() -> Inventory:
 
 
 SCREENS: dict[str, Callable[[], None]] = {
-    "slurm": lambda: show_inventory(_slurm("slurm_22_05_lab"), is_each=False),
-    "slurm_each": lambda: show_inventory(_slurm("slurm_22_05_lab"), is_each=True),
-    "slurm_mixed": lambda: show_inventory(_slurm("slurm_22_05_mixed"), is_each=False),
-    "k8s": lambda: show_inventory(_kubernetes(), is_each=False),
-    "k8s_each": lambda: show_inventory(_kubernetes(), is_each=True),
+    "slurm": lambda: show(render_inventory(_slurm("slurm_22_05_lab"), is_each=False)),
+    "slurm_each": lambda: show(render_inventory(_slurm("slurm_22_05_lab"), is_each=True)),
+    "slurm_mixed": lambda: show(render_inventory(_slurm("slurm_22_05_mixed"), is_each=False)),
+    "k8s": lambda: show(render_inventory(_kubernetes(), is_each=False)),
+    "k8s_each": lambda: show(render_inventory(_kubernetes(), is_each=True)),
 }
 
 

@@ -8,8 +8,7 @@ import pytest
 from conftest import Run
 
 from tightfit.api import preflight
-from tightfit.clusters.preflight.gather import PreflightRequest
-from tightfit.clusters.preflight.run import NodeReport, PreflightReport
+from tightfit.clusters.preflight.gather import NodeReport, PreflightReport, PreflightRequest
 from tightfit.core.findings import Finding, Status
 
 OPTIONS = ("--nodes", "2", "--rendezvous", "10.0.0.1:29500", "--interface", "eth0")
@@ -24,10 +23,10 @@ def _bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def make_report(*findings: Finding) -> PreflightReport:
-    is_bad = any(finding.status is Status.FAULT for finding in findings)
+    is_bad = any(finding.status is Status.ERROR for finding in findings)
     return PreflightReport(
         findings=findings,
-        worst=Status.FAULT if is_bad else Status.OK,
+        worst=Status.ERROR if is_bad else Status.OK,
         exit_code=6 if is_bad else 0,
         seconds=4.2,
         nodes=tuple(
@@ -47,8 +46,8 @@ def make_report(*findings: Finding) -> PreflightReport:
 
 
 FINE = Finding(area="names", name="all", status=Status.OK, detail="resolved")
-FAULT = Finding(
-    area="port", name="a:29500", status=Status.FAULT, detail="is taken", remedy="--port 29501"
+ERROR = Finding(
+    area="port", name="a:29500", status=Status.ERROR, detail="is taken", remedy="--port 29501"
 )
 
 
@@ -76,7 +75,7 @@ def test_a_prefix_that_does_not_start_is_a_finding(run: Run) -> None:
     answer = run("preflight", "--nodes", "a,b", "--run-with", "no-such-ssh {node}", "--json")
 
     assert answer.code == 6
-    errors = [finding for finding in answer.json["findings"] if finding["status"] == "fault"]
+    errors = [finding for finding in answer.json["findings"] if finding["status"] == "error"]
     assert [finding["name"] for finding in errors] == ["a", "b"]
     assert "no-such-ssh" in errors[0]["detail"]
 
@@ -91,8 +90,8 @@ def test_the_options_are_printed_whole(run: Run, monkeypatch: pytest.MonkeyPatch
     assert f"  on b:  tightfit train RECIPE.YAML {' '.join(OPTIONS)}\n" in answer.out
 
 
-def test_a_fault_gives_6_and_its_remedy(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "run_preflight", lambda *_: make_report(FINE, FAULT))
+def test_an_error_gives_6_and_its_remedy(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "run_preflight", lambda *_: make_report(FINE, ERROR))
     answer = run("preflight", "--nodes", "a,b")
 
     assert answer.code == 6

@@ -13,21 +13,20 @@ from typing import Any
 
 import pytest
 import tokenizers
-from cli_run import run_process
 from conftest import Run
 from test_cli_startup import loaded_by
 from tokenizers import decoders, pre_tokenizers
 from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 
-from tightfit.api.options.training import TRAIN_ON
-from tightfit.api.training.data import encode_for
+from cli_run import run_process
+from pages import check_page
+from tightfit.api.options.training import TrainOptions
+from tightfit.api.training.job import encode_for
 from tightfit.api.training.recipe import read_run_recipe
-from tightfit.cli.charts.lengths import choose_step, make_bins
-from tightfit.cli.flags.training import TrainFlags
 from tightfit.core.recipe import make_training
-from tightfit.core.strategy import Method
-from tightfit.core.training import TrainOn
+from tightfit.core.settings import Method
+from tightfit.data.view import choose_step, make_bins
 
 TEMPLATE = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content']"
@@ -192,7 +191,7 @@ def test_a_second_run_and_train_find_the_encoding(run: Run, model: Path, data: P
     assert first["report"] == second["report"]
     assert first["next"]["command"] == f"tightfit train {model} --data train.jsonl --eval 0.4"
 
-    wanted = read_run_recipe(TrainFlags(job=str(model), data=Path("train.jsonl"), eval="0.4"))
+    wanted = read_run_recipe(TrainOptions(job=str(model), data=Path("train.jsonl"), eval="0.4"))
     training = make_training(wanted.recipe, method=Method.FULL, model_path=model)
     found = encode_for(training, model_folder=model, seq_len=512)  # as far as the model reaches
     assert found.is_cached
@@ -228,7 +227,7 @@ def test_a_part_of_one_file_is_named_so_that_train_takes_it(
     assert reported["next"]["command"] == f"tightfit train {model} --data 'train.jsonl[:2]'"
 
 
-def test_all_faults_come_at_once(run: Run, model: Path, tmp_path: Path) -> None:
+def test_all_errors_come_at_once(run: Run, model: Path, tmp_path: Path) -> None:
     good = json.dumps({"instruction": "a", "output": "b"})
     bad = "{broken"
     lines = [good, *[bad, json.dumps({"instruction": "no answer key"})] * 13, good]
@@ -241,17 +240,41 @@ def test_all_faults_come_at_once(run: Run, model: Path, tmp_path: Path) -> None:
     assert [int(number) for number in listed] == list(range(2, 22))
     assert "has 26 errors:\n" in answer.err
     assert "and 6 more" in answer.err
-    assert "--skip-faulty" in answer.err
+    assert "--skip-invalid" in answer.err
 
     refused = run("prepare", str(model), "--data", str(data), "--json")
     assert refused.code == refused.json["exit_code"] == 4
-    numbers = [int(re.findall(r" line (\d+)", line)[0]) for line in refused.json["faults"]]
+    numbers = [int(re.findall(r" line (\d+)", line)[0]) for line in refused.json["errors"]]
     assert numbers == list(range(2, 28))
 
-    rest = run("prepare", str(model), "--data", str(data), "--skip-faulty")
+    rest = run("prepare", str(model), "--data", str(data), "--skip-invalid")
     assert rest.code == 0
     assert "unreadable, 26 rows" in rest.out
+    assert re.search(r"left out +26 rows of 28:", rest.out)
     assert "tightfit train" not in rest.out  # it would refuse them
+
+
+def test_an_unparsable_line_counts_as_a_row(run: Run, model: Path, data: Path) -> None:
+    data.write_text(f"{data.read_text()}{{no json\n")
+    report = run("prepare", str(model), "--data", str(data), "--skip-invalid", "--json").json[
+        "report"
+    ]
+    assert (report["num_read"], report["num_dropped"]) == (len(ANSWERS) + 1, 1)
+    assert report["sources"][0]["num_rows"] == len(ANSWERS) + 1
+
+
+def test_a_file_without_rows_says_what_a_row_is(run: Run, model: Path, tmp_path: Path) -> None:
+    data = tmp_path / "empty.jsonl"
+    data.touch()
+    answer = run("prepare", str(model), "--data", str(data))
+    assert answer.code == 4
+    assert "is empty" in answer.err
+    assert 'try: write rows into it, such as {"prompt"' in answer.err
+    data.write_text('{"prompt": null, "completion": "yes"}\n')
+    assert (
+        "expected text as prompt, found null.\n"
+        in run("prepare", str(model), "--data", str(data)).err
+    )
 
 
 def test_what_is_odd_is_listed_with_its_lines(run: Run, model: Path, tmp_path: Path) -> None:
@@ -259,14 +282,16 @@ def test_what_is_odd_is_listed_with_its_lines(run: Run, model: Path, tmp_path: P
     rows = make_rows(answers)
     data = write_rows(tmp_path / "odd.jsonl", [*rows, rows[0], *[rows[5]] * 30])
     out = run("prepare", str(model), "--data", str(data), "--seq-len", "128").out
-    errors = out.split("\nFaults\n")[1].split("\nNotes\n")[0]
+    errors = out.split("\nProblems\n")[1].split("\nNotes\n")[0]
     assert "empty answer, 1 row: " in errors
-    assert "odd.jsonl line 2\n" in errors
-    assert re.search(r"mojibake, 1 row: .*\n +odd\.jsonl line 3: ", errors)
-    assert re.search(r"truncated, 1 row: .*\n +odd\.jsonl line 4 \([\d,]+ tokens\)", errors)
-    assert re.search(r"replacement character, 1 row: .*\n +odd\.jsonl line 5\n", errors)
+    assert "    line 2\n" in errors
+    assert re.search(r"mojibake, 1 row: .*\n +line 3: ", errors)
+    assert re.search(r"truncated, 1 row: .*\n +line 4: [\d,]+ tokens", errors)
+    assert re.search(r"replacement character, 1 row: .*\n +line 5\n", errors)
     assert "duplicate, 31 rows: " in errors
-    assert "odd.jsonl line 7 (as 1), 8 (as 6), 9 (as 6)" in " ".join(errors.split())
+    assert "line 7: same as line 1; line 8: same as line 6; line 9: same as line 6" in " ".join(
+        errors.split()
+    )
     assert "and 11 more" in " ".join(errors.split())
     assert re.search(r"seq_len 128 .* 1 row cut here", out)
 
@@ -310,7 +335,7 @@ def test_the_report_says_what_it_understood(run: Run, model: Path, data: Path) -
         assert "<|im_end|>, trained in every row" in words
         assert "2 rows to train on, 1 row to evaluate on" in words
         assert "seq_len 512" in words  # the model reaches no further
-        assert "Faults none" in words
+        assert "Problems none" in words
     asked = run("prepare", str(model), "--data", str(data), "--template", "alpaca").out
     assert "alpaca, as asked" in asked
 
@@ -350,7 +375,7 @@ def test_the_lengths_are_drawn(
     assert sum(drawn) == len(ANSWERS)
     assert "seq_len 48" in page
     assert "<b>" not in page
-    assert not re.search(r"(?:src|href)=|<script", page)
+    assert "script" not in check_page(page).tags
 
 
 def test_bins_hold_every_row_once() -> None:
@@ -382,7 +407,7 @@ def test_it_needs_neither_torch_nor_weights(model: Path, data: Path) -> None:
     ],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else None,
 )
-def test_faults_have_a_remedy_and_their_exit_code(
+def test_errors_have_a_remedy_and_their_exit_code(
     run: Run, model: Path, data: Path, argv: tuple[str, ...], code: int, said: str
 ) -> None:
     answer = run("prepare", str(model), "--data", str(data), *argv)
@@ -399,7 +424,3 @@ def test_without_data_or_tokenizer_it_says_so(run: Run, model: Path, tmp_path: P
     answer = run("prepare", str(bare), "--data", "x.jsonl")
     assert answer.code == 3
     assert "tokenizer.json" in answer.err
-
-
-def test_the_words_are_those_of_the_recipe() -> None:
-    assert set(TRAIN_ON) == {item.value for item in TrainOn}

@@ -7,12 +7,13 @@ import re
 import pytest
 from cli_examples import make_estimate
 
-from tightfit.cli.render.trace import (
+from tightfit.cli.terminal.screen import show
+from tightfit.cli.terminal.trace_text import (
     describe_advice,
     describe_effort,
     describe_loading,
-    show_advice,
-    show_trace,
+    render_advice,
+    render_trace,
 )
 from tightfit.core.units import GIB, MIB, render_bytes
 from tightfit.estimation.host_and_disk import PROCESS_BYTES
@@ -50,14 +51,11 @@ def shown(
     capsys: pytest.CaptureFixture[str], traced: TracedMemory, *advice: Advice, room: int = 32 * GIB
 ) -> str:
     estimate = make_estimate()
-    gpu = estimate.gpu.model_copy(update={"capacity_bytes": room})
-    show_trace(
-        traced,
-        gpu=find_gpu("RTX 4090"),
-        context_bytes=CONTEXT,
-        closed_form=estimate.model_copy(update={"gpu": gpu}),
-    )
-    show_advice(advice)
+    sizes = {"capacity_bytes": room, "context_bytes": CONTEXT}
+    gpu = estimate.gpu.model_copy(update=sizes)
+    closed_form = estimate.model_copy(update={"gpu": gpu})
+    show(render_trace(traced, closed_form, gpu=find_gpu("RTX 4090")))
+    show(render_advice(advice))
     return capsys.readouterr().out
 
 
@@ -103,13 +101,8 @@ def test_host_memory_while_loading_is_told_by_rank(
         f"ranks 1 to 3, each: {render_bytes(PROCESS_BYTES)}, no weights",
     ]
     assert len(describe_loading([5 * GIB] * 8)) == 1
-    show_trace(
-        traced,
-        gpu=find_gpu("RTX 4090"),
-        context_bytes=CONTEXT,
-        closed_form=make_estimate(),
-        loading_bytes=[13 * GIB, 0, 0, 0],
-    )
+    loading = [13 * GIB, 0, 0, 0]
+    show(render_trace(traced, make_estimate(), gpu=find_gpu("RTX 4090"), loading_bytes=loading))
     text = capsys.readouterr().out
     assert all(line in text.split("Host RAM while loading")[1] for line in reported)
 

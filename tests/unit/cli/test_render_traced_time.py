@@ -7,7 +7,8 @@ import re
 import pytest
 from cli_examples import make_estimate
 
-from tightfit.cli.render.trace import show_traced_time
+from tightfit.cli.terminal.screen import show
+from tightfit.cli.terminal.trace_text import render_traced_time
 from tightfit.trace.result import TracedTime
 
 
@@ -31,7 +32,7 @@ def test_a_traced_step_is_told_by_stage_beside_the_formulas(
         device_seconds=3.25,
         flops=1e12,
     )
-    show_traced_time(traced, step=step, closed_form=closed)
+    show(render_traced_time(traced, step=step, closed_form=closed))
     text = capsys.readouterr().out
     assert "Time of a step, traced: 4.00 s" in text
     assert re.search(r"^backward +2\.00 s", text, re.MULTILINE)
@@ -54,7 +55,7 @@ def test_what_takes_next_to_nothing_is_not_told_as_nothing(
         device_seconds=1.0,
         flops=1e12,
     )
-    show_traced_time(traced, step=time, closed_form=time)
+    show(render_traced_time(traced, step=time, closed_form=time))
     text = capsys.readouterr().out
     assert re.search(r"^update +under 0\.01 s", text, re.MULTILINE)
     assert "0.00 s" not in text.split("By itself")[0]

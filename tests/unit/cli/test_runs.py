@@ -124,7 +124,7 @@ def test_files_are_written_and_announced(run: Run, tmp_path: Path) -> None:
         (["x" * 5000], 3, "no run"),
     ],
 )
-def test_faults_by_kind(run: Run, argv: list[str], code: int, said: str) -> None:
+def test_errors_by_kind(run: Run, argv: list[str], code: int, said: str) -> None:
     answer = run("runs", *argv)
     assert answer.code == code, answer.err
     assert said in answer.err
@@ -188,8 +188,8 @@ def test_without_matplotlib_the_remedy_names_the_extra(
 
 
 @pytest.mark.usefixtures("folder")
-def test_neither_list_nor_page_needs_anything_heavy() -> None:
-    argv = ["runs", "first", "--html", "a.html"]
+def test_neither_list_nor_report_needs_anything_heavy() -> None:
+    argv = ["runs", "first"]
     assert HEAVY.isdisjoint(loaded_by(f"from tightfit.cli.app import main; main({argv!r})"))
     argv = ["runs", "--json"]
     assert "rich" not in loaded_by(f"from tightfit.cli.app import main; main({argv!r})")

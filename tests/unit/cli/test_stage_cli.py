@@ -7,13 +7,11 @@ import shutil
 from pathlib import Path
 
 import pytest
-from cli_run import Answer
 from conftest import Run
 
+from cli_run import Answer
 from small_models import make_llama
 from stage_lab import make_model
-from tightfit.api.options.clusters import STAGE_METHODS
-from tightfit.clusters.staging.cost import CopyMethod
 
 
 @pytest.fixture
@@ -32,10 +30,6 @@ def model(tmp_path: Path) -> Path:
     folder.mkdir()
     make_model(folder, 20 << 20)
     return folder
-
-
-def test_the_words_are_those_of_the_cost_model() -> None:
-    assert set(STAGE_METHODS) == {"auto", *(how.value for how in CopyMethod)}
 
 
 def test_staged_listed_left_alone_and_cleaned(run: Run, place: Path, model: Path) -> None:
@@ -115,12 +109,12 @@ def test_memory_kept_for_the_job(run: Run, model: Path, monkeypatch: pytest.Monk
         (["{model}", "--nodes", "a", "--on", "slurm:x"], 2, "both name nodes"),
         (["{model}", "--on", "k8s"], 2, "not known here"),
         (["--list", "--clean"], 2, "two commands"),
-        (["{model}", "--nodes", "a", "--run-with", "ssh a"], 2, "does not say {node}"),
+        (["{model}", "--nodes", "a", "--run-with", "ssh a"], 2, "does not contain {node}"),
         (["{model}", "--nodes", "a", "--run-with", "false {node}"], 6, "cannot be reached"),
         (["{model}", "--nodes", "a", "--run-with", "/no/ssh {node}"], 6, "does not start"),
     ],
 )
-def test_faults_are_one_message(
+def test_errors_are_one_message(
     run: Run, place: Path, model: Path, words: list[str], code: int, said: str
 ) -> None:
     assert place.is_dir()

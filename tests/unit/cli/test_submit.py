@@ -110,6 +110,33 @@ def test_no_plan_for_nodes_that_the_constraint_rules_out(
     assert slurm.num_submitted == 0
 
 
+@pytest.mark.parametrize("option", ["--exclude=c[2-9]", "-x c2", "--nodelist=c1", "-wc1"])
+@pytest.mark.usefixtures("slurm")
+def test_no_plan_for_nodes_that_raw_options_rule_out(
+    run: Run, job: Path, tmp_path: Path, option: str
+) -> None:
+    words = ("submit", str(job), "--on", "slurm:cpu", "--dry-run", "--nodes")
+    assert run(*words, "2").code == 0
+    write_site(tmp_path, f"slurm: {{extra: ['{option}']}}\n")
+    fewer = run(*words, "2")
+    assert fewer.code == 2
+    assert "at most 1 node" in fewer.err
+    assert run(*words, "1").code == 0
+
+
+@pytest.mark.usefixtures("slurm")
+def test_raw_options_that_the_plan_cannot_follow_are_named(
+    run: Run, job: Path, tmp_path: Path
+) -> None:
+    words = ("submit", str(job), "--on", "slurm:cpu", "--dry-run", "--json")
+    write_site(tmp_path, "slurm: {extra: ['--exclude=./bad.txt', '-N 7', '--exclusive']}\n")
+    notes = run(*words).json["notes"]
+    assert [word in " ".join(notes) for word in ("bad.txt", "--nodes=7")] == [True, True]
+    assert not any("exclusive" in note for note in notes)
+    write_site(tmp_path, "slurm: {extra: ['--exclude=c1,c2']}\n")
+    assert "leaves no node" in run(*words).err
+
+
 @pytest.mark.usefixtures("slurm")
 def test_options_are_held_to_what_the_site_is(run: Run, job: Path) -> None:
     answer = run("submit", str(job), "--on", "slurm:cpu", "--account", "a b", "--dry-run")
@@ -136,6 +163,18 @@ def test_options_win_over_the_site(run: Run, job: Path, tmp_path: Path, slurm: S
     assert script.startswith("#!/bin/bash -l\n")
     assert "\nmodule load cuda\n" in script
     assert slurm.num_submitted == 1
+
+
+@pytest.mark.usefixtures("slurm")
+def test_a_time_limit_is_never_rounded_in_silence(run: Run, job: Path) -> None:
+    to_cpu = ("submit", str(job), "--on", "slurm:cpu", "--dry-run", "--json", "--time-limit")
+    found = run(*to_cpu, "0:10").json
+    assert "#SBATCH --time=0-00:01:00\n" in found["script"]
+    assert any("10 s to Slurm" in note and "1 min" in note for note in found["notes"])
+
+    found = run(*to_cpu, "10").json
+    assert "#SBATCH --time=0-00:10:00\n" in found["script"]
+    assert not any("to Slurm" in note for note in found["notes"])
 
 
 def test_what_slurm_refuses_has_a_remedy(run: Run, job: Path, slurm: Slurm) -> None:
@@ -203,6 +242,7 @@ def test_following_again_ends_with_the_runs_own_code(run: Run, submitted: RunFol
     assert answer.code == 0, answer.err
     assert "job 42: completed, restart 1" in answer.err
     assert "finished at step 5" in answer.out
+    assert "queued again 1 time\n" in answer.out
 
     conclude(submitted, RunStatus.STOPPED, exit_code=75)
     found = run("submit", "runs/mine", "--follow", "--json")
@@ -246,7 +286,7 @@ def test_a_job_that_ended_without_its_run(
 
 @pytest.mark.parametrize(
     ("answer", "said", "is_cancelled"),
-    [("y\n", "job 42: cancelled", True), ("\n", "goes on without being watched", False)],
+    [("y\n", "job 42: cancelled", True), ("\n", "goes on; follow it again", False)],
 )
 def test_ctrl_c_asks_before_it_cancels(
     submitted: RunFolder, slurm: Slurm, answer: str, said: str, is_cancelled: bool

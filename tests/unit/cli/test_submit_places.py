@@ -19,7 +19,7 @@ from conftest import Run
 from submit_world import SINFO, Slurm, write_site
 from tightfit.api.training.recipe import RunRecipe
 from tightfit.api.training.run_folder import claim_folder, name_folder
-from tightfit.clusters.slurm import shared_files
+from tightfit.clusters.slurm import backend as slurm_backend
 from tightfit.core.recipe import read_recipe
 from tightfit.runs.run_folder import RunFolder
 
@@ -154,7 +154,7 @@ class TestFilesThatNodesSee:
         """As if all of this machine was one plain disk, without a /tmp of its own."""
         mounts = [SimpleNamespace(mountpoint="/", fstype="ext4")]
         monkeypatch.setattr(psutil, "disk_partitions", lambda **_: mounts)
-        monkeypatch.setattr(shared_files, "OWN_FOLDERS", ())
+        monkeypatch.setattr(slurm_backend, "OWN_FOLDERS", ())
 
     @pytest.mark.parametrize("folder", ["/dev/shm/run", "/tmp/run", "/proc/run"])
     def test_a_run_in_this_machines_own_folder_is_refused(
@@ -173,7 +173,7 @@ class TestFilesThatNodesSee:
     def test_so_is_a_model(
         self, run: Run, job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(shared_files, "OWN_FOLDERS", (tmp_path / "model",))
+        monkeypatch.setattr(slurm_backend, "OWN_FOLDERS", (tmp_path / "model",))
         site = tmp_path / "config" / "tightfit" / "site.yaml"
         site.write_text(f"runs: {tmp_path / 'runs'}\n")
         answer = run("submit", str(job), *TO_CPU, "--output", str(tmp_path / "runs" / "a"))

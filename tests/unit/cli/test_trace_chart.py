@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import builtins
-import json
-import re
 import struct
-import xml.etree.ElementTree as ET
-from html import unescape
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_cli_chart import Checker
 
-from tightfit.cli.charts.trace import (
-    SIDE,
-    TraceChart,
-    TracePanel,
-    make_trace_panel,
-    render_trace_html,
-    stretch,
-    write_trace_chart,
-)
+from pages import check_page
+from tightfit.cli.terminal.trace_chart import COLOURS, TracePanel, stretch, write_trace_chart
 from tightfit.core.errors import SetupError
-from tightfit.core.units import GIB, MIB
+from tightfit.core.figures import pick_colours
+from tightfit.core.units import GIB, MIB, render_bytes
 from tightfit.trace.result import Timeline, TracedMemory
 from trace_cases import record_full_tuning, trace
+
+pytest.importorskip("matplotlib", reason="pip install 'tightfit[plot]' un-skips this")
 
 CONTEXT = 768 * MIB
 
@@ -37,80 +28,54 @@ def traced() -> TracedMemory:
 
 
 def make_panel(traced: TracedMemory, *, capacity: float = 8) -> TracePanel:
-    return make_trace_panel(
-        "1 x <card>", traced, capacity_bytes=int(capacity * GIB), context_bytes=CONTEXT
+    return TracePanel(
+        title="1 x <card>",
+        traced=traced,
+        capacity_bytes=int(capacity * GIB),
+        context_bytes=CONTEXT,
     )
 
 
-def make_chart(traced: TracedMemory, **fields: Any) -> TraceChart:
-    return TraceChart(title="A <model>: memory", panels=(make_panel(traced, **fields),))
+def write_page(tmp_path: Path, *panels: TracePanel) -> str:
+    write_trace_chart("A <model>", panels, tmp_path / "a.html")
+    return (tmp_path / "a.html").read_text()
 
 
-def svg_of(page: str) -> ET.Element:
-    return ET.fromstring(page[page.index("<svg") : page.index("</svg>") + 6])
-
-
-def edge_of(path: str) -> list[tuple[float, float]]:
-    """(x where it ends, y) of each run along a path's upper edge."""
-    return [(float(x), float(y)) for y, x in re.findall(r"V([\d.]+)H([\d.]+)", path)]
-
-
-def test_html_is_whole_and_asks_the_network_for_nothing(traced: TracedMemory) -> None:
-    page = render_trace_html(make_chart(traced))
-    checker = Checker()
-    checker.feed(page)
-    checker.close()
-
-    assert checker.open == []
-    assert "http" not in page
-    assert {"link", "img", "iframe"}.isdisjoint(checker.tags)
-    assert {"src", "href"}.isdisjoint(name for name, _ in checker.attributes)
-    assert "prefers-color-scheme: dark" in page
+def test_html_is_whole_and_asks_the_network_for_nothing(
+    traced: TracedMemory, tmp_path: Path
+) -> None:
+    page = write_page(tmp_path, make_panel(traced))
+    check_page(page)
     assert "1 x &lt;card&gt;" in page
     assert "<card>" not in page
 
 
-def test_areas_are_stacked_as_high_as_their_bytes(traced: TracedMemory) -> None:
+def test_the_script_gets_the_bytes_of_every_column(traced: TracedMemory, tmp_path: Path) -> None:
     panel = make_panel(traced)
-    svg = svg_of(render_trace_html(TraceChart(title="t", panels=(panel,))))
-    paths = {path.attrib["data-part"]: edge_of(path.attrib["d"]) for path in svg.iter("path")}
-
-    assert list(paths)[-1] == "cuda context"
-    assert set(paths) == {"cuda context", *traced.timeline.categories}
-    names = ["cuda context", *panel.timeline.categories]
-    for place, name in enumerate(names):
-        for end, y in paths[name]:
-            column = round(end / SIDE * panel.num_columns) - 1
-            below = CONTEXT + sum(row[column] for row in panel.timeline.bytes[:place])
-            assert (1 - y / SIDE) * panel.top_bytes == pytest.approx(below, abs=0.001 * GIB)
-        assert paths[name][-1][0] == SIDE
-    limit = next(line for line in svg.iter("line") if line.get("class") == "limit")
-    assert (1 - float(limit.attrib["y1"]) / SIDE) * panel.top_bytes == pytest.approx(
-        8 * GIB, rel=0.001
-    )
-
-
-def test_the_script_gets_the_bytes_of_every_column(traced: TracedMemory) -> None:
-    panel = make_panel(traced)
-    page = render_trace_html(TraceChart(title="t", panels=(panel,)))
-    found = re.search(r'data-trace="([^"]*)"', page)
-    assert found
-    data = json.loads(unescape(found.group(1)))
-    unrolled = {
-        part["name"]: [size for start, end, size in part["runs"] for _ in range(start, end)]
-        for part in data["parts"]
-    }
-    assert unrolled.pop("cuda context") == [CONTEXT] * panel.num_columns
-    for name, row in zip(panel.timeline.categories, panel.timeline.bytes, strict=True):
-        assert unrolled[name] == list(row)
-    assert data["columns"] == panel.num_columns
-    assert panel.totals[data["peak"]] == traced.peak_allocated_bytes + CONTEXT
+    (hover,) = check_page(write_page(tmp_path, panel)).hovers
+    shown = {line["label"]: line for line in hover["series"]}
+    layers = {"cuda context": (CONTEXT,) * panel.num_columns}
+    layers |= dict(zip(panel.timeline.categories, panel.timeline.bytes, strict=True))
+    layers["together"] = panel.totals
+    assert set(shown) == {*layers, "over the card by"}
+    for name, row in layers.items():
+        line = shown[name]
+        starts = [round(x * panel.num_columns) for x in line["x"]]
+        ends = [*starts[1:], panel.num_columns]
+        for start, end, text in zip(starts, ends, line["text"], strict=True):
+            for size in row[start:end]:
+                assert text == (render_bytes(size) if size else ""), name
+    assert round(hover["start"] * panel.num_columns - 0.5) == panel.peak_column
+    assert panel.totals[panel.peak_column] == traced.peak_allocated_bytes + CONTEXT
 
 
-def test_the_peak_is_named_with_its_op_and_place(traced: TracedMemory) -> None:
+def test_the_peak_is_named_with_its_op_and_place(traced: TracedMemory, tmp_path: Path) -> None:
     peak = traced.peak.model_copy(update={"module": "model.layers.3.<mlp>"})
-    page = render_trace_html(make_chart(traced.model_copy(update={"peak": peak})))
+    page = write_page(tmp_path, make_panel(traced.model_copy(update={"peak": peak})))
     assert f"{peak.stage}: {peak.op} in model.layers.3.&lt;mlp&gt;" in page
+    (hover,) = check_page(page).hovers
+    expected = f"{peak.stage}: the peak, {peak.op} in model.layers.3.<mlp>"
+    assert expected in hover["heads"]["text"]
 
 
 def test_the_peak_is_looked_for_where_the_trace_puts_it(traced: TracedMemory) -> None:
@@ -126,14 +91,14 @@ def test_the_peak_is_looked_for_where_the_trace_puts_it(traced: TracedMemory) ->
     assert panel.top_bytes > max(panel.totals)
 
 
-def test_a_far_larger_card_is_named_and_not_drawn(traced: TracedMemory) -> None:
-    page = render_trace_html(make_chart(traced, capacity=140))
-    assert 'class="limit"' not in page
-    assert "card: 140.0 GiB, above this picture" in page
-    assert 'class="limit"' in render_trace_html(make_chart(traced, capacity=8))
-    short = render_trace_html(make_chart(traced, capacity=4))
-    assert 'class="limit"' in short
-    assert "more than the card" in short
+def test_a_far_larger_card_is_named_and_not_drawn(traced: TracedMemory, tmp_path: Path) -> None:
+    assert "card: 140.0 GiB, above this picture" in write_page(
+        tmp_path, make_panel(traced, capacity=140)
+    )
+    fitting = write_page(tmp_path, make_panel(traced, capacity=8))
+    assert "above this picture" not in fitting
+    assert "more than the card" not in fitting
+    assert "more than the card" in write_page(tmp_path, make_panel(traced, capacity=4))
 
 
 def test_short_moments_are_wide_enough_to_be_seen(traced: TracedMemory) -> None:
@@ -164,17 +129,15 @@ def test_stages_gather_their_moments(traced: TracedMemory) -> None:
 
 def test_nothing_traced_is_said(traced: TracedMemory, tmp_path: Path) -> None:
     empty = Timeline(categories=(), bytes=(), stages=())
-    page = render_trace_html(make_chart(traced.model_copy(update={"timeline": empty})))
-    assert "Nothing was allocated" in page
-    pytest.importorskip("matplotlib", reason="pip install 'tightfit[plot]' un-skips this")
-    write_trace_chart(make_chart(traced.model_copy(update={"timeline": empty})), tmp_path / "a.png")
+    panel = make_panel(traced.model_copy(update={"timeline": empty}))
+    assert "Nothing was allocated" in write_page(tmp_path, panel)
+    write_trace_chart("t", [panel], tmp_path / "a.png")
     assert (tmp_path / "a.png").stat().st_size > 1000
 
 
 def test_a_picture_is_made(traced: TracedMemory, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="pip install 'tightfit[plot]' un-skips this")
-    chart = TraceChart(title="t", panels=(make_panel(traced), make_panel(traced, capacity=140)))
-    write_trace_chart(chart, tmp_path / "a.png")
+    panels = [make_panel(traced), make_panel(traced, capacity=140)]
+    write_trace_chart("t", panels, tmp_path / "a.png")
     data = (tmp_path / "a.png").read_bytes()
     assert data[:8] == b"\x89PNG\r\n\x1a\n"
     width, height = struct.unpack(">II", data[16:24])
@@ -185,15 +148,14 @@ def test_a_picture_is_made(traced: TracedMemory, tmp_path: Path) -> None:
 def test_the_picture_has_the_colours_of_its_legend(traced: TracedMemory, tmp_path: Path) -> None:
     """Each category that matters covers some of the picture, in its own colour."""
     image = pytest.importorskip("PIL.Image", reason="pip install pillow un-skips this")
-    pytest.importorskip("matplotlib", reason="pip install 'tightfit[plot]' un-skips this")
-    chart = make_chart(traced)
-    write_trace_chart(chart, tmp_path / "a.png")
+    panel = make_panel(traced)
+    write_trace_chart("t", [panel], tmp_path / "a.png")
     with image.open(tmp_path / "a.png") as opened:
         counts = {colour: count for count, colour in opened.convert("RGB").getcolors(2**24)}
-    panel = chart.panels[0]
+    colour_of = pick_colours([name for name, _ in panel.layers], COLOURS)
     drawn = {}
     for name, row in panel.layers:
-        colour = tuple(bytes.fromhex(chart.colour_of[name][1:]))
+        colour = tuple(bytes.fromhex(colour_of[name][1:]))
         drawn[name] = (sum(row), counts.get(colour, 0))
     for name in ("cuda context", "weights", "optimizer", "activations"):
         # Pixels in the proportion of bytes, but for edges and lines drawn over them.
@@ -214,7 +176,7 @@ def test_without_matplotlib_the_remedy_names_the_extra(
 
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(SetupError) as raised:
-        write_trace_chart(make_chart(traced), tmp_path / "a.png")
+        write_trace_chart("t", [make_panel(traced)], tmp_path / "a.png")
     assert "pip install 'tightfit[plot]'" in raised.value.remedy
     assert not (tmp_path / "a.png").exists()
 
@@ -234,5 +196,5 @@ def test_every_part_of_a_step_is_named(traced: TracedMemory) -> None:
     panel = make_panel(traced.model_copy(update={"timeline": timeline}))
     assert [moment.name for moment in panel.moments] == names
     for moment in panel.moments:
-        assert panel.has_room(moment, moment.part or moment.stage), moment
+        assert moment.has_room(moment.part or moment.stage, panel.num_columns), moment
     assert panel.num_columns < 4 * columns

@@ -11,17 +11,20 @@ from typing import Any
 import pytest
 from conftest import Run
 
-from tightfit.api.training import run_folder as train_place
+from tightfit.api.options.training import TrainOptions
 from tightfit.api.training.hardware import find_hardware, read_limit, read_rendezvous
-from tightfit.api.training.recipe import RunRecipe, fixed_fields, read_run_recipe
+from tightfit.api.training.recipe import (
+    RUN_RECIPE_FILE,
+    RunRecipe,
+    read_run_recipe,
+    read_run_recipe_file,
+)
 from tightfit.api.training.run_folder import (
     RunStage,
     find_run_location,
     move_aside,
     name_folder,
-    write_run_recipe_file,
 )
-from tightfit.cli.flags.training import TrainFlags
 from tightfit.cli.terminal.run_display import (
     PlainDisplay,
     Progress,
@@ -34,7 +37,7 @@ from tightfit.cli.terminal.run_display import (
 from tightfit.clusters.local import launcher
 from tightfit.clusters.requirements import check_space, estimate_run_bytes
 from tightfit.core.errors import SetupError, UsageError
-from tightfit.core.strategy import Method
+from tightfit.core.settings import Method
 from tightfit.core.units import GIB
 from tightfit.data.token_store import TokenStore
 from tightfit.planning.plan import Plan
@@ -56,8 +59,8 @@ def _own_world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     sys.path.remove(str(CLUSTER_TESTS))
 
 
-def flags(job: str = "gpt2", **given: Any) -> TrainFlags:
-    return TrainFlags(job=job, **{"data": Path("train.jsonl"), **given})
+def flags(job: str = "gpt2", **given: Any) -> TrainOptions:
+    return TrainOptions(job=job, **{"data": Path("train.jsonl"), **given})
 
 
 def make_step(step: int, **changed: Any) -> StepRecord:
@@ -77,7 +80,7 @@ class TestWish:
             "model: gpt2\ndata: rows.jsonl\nepochs: 3\nlearning_rate: 1e-5\nseed: 4\n"
         )
         wanted = read_run_recipe(
-            flags("job.yaml", data=None, max_steps=7, lr=0.5, seed="9", eval="5%", method="full",
+            flags("job.yaml", data=None, max_steps=7, lr=0.5, seed=9, eval="5%", method="full",
                   log_to="none", settings=["micro_batch=2"])
         )  # fmt: skip
 
@@ -85,12 +88,12 @@ class TestWish:
         assert (found.epochs, found.max_steps, found.learning_rate, found.seed) == (None, 7, 0.5, 9)
         assert (found.eval_fraction, found.log_to) == (0.05, ())
         assert [source.path for source in found.data] == [str(tmp_path / "rows.jsonl")]
-        assert fixed_fields(wanted) == {"method": Method.FULL, "micro_batch": 2}
+        assert wanted.fixed_strategy() == {"method": Method.FULL, "micro_batch": 2}
 
     def test_a_long_list_of_settings_is_kept_whole(self) -> None:
         targets = tuple(f"experts.{number}.down_proj" for number in range(8))
         wanted = read_run_recipe(flags("gpt2", settings=[f"lora_targets={','.join(targets)}"]))
-        assert fixed_fields(wanted)["lora_targets"] == targets
+        assert wanted.fixed_strategy()["lora_targets"] == targets
 
     def test_a_model_folder_is_found_from_anywhere(self, tmp_path: Path) -> None:
         (tmp_path / "mine").mkdir()
@@ -111,7 +114,6 @@ class TestWish:
             ({"data": None}, "No data"),
             ({"epochs": 1.0, "max_steps": 3}, "both say how long"),
             ({"eval": "0.9"}, "neither a file nor a share"),
-            ({"seed": "-1"}, "--seed"),
             ({"log_to": "wanbd"}, "wandb"),
             ({"method": "qlora", "settings": ["weights=bf16"]}, "quantized"),
         ],
@@ -131,8 +133,8 @@ class TestWish:
         wanted = read_run_recipe(
             flags(eval="0.1", settings=["lora_targets=q_proj,v_proj"], method="lora")
         )
-        write_run_recipe_file(tmp_path, wanted)
-        held = train_place.read_run_recipe_file(tmp_path)
+        (tmp_path / RUN_RECIPE_FILE).write_text(wanted.model_dump_json())
+        held = read_run_recipe_file(tmp_path)
         assert held is not None
         assert held.is_same(wanted)
 
@@ -141,7 +143,7 @@ def plant_run(folder: Path, wanted: RunRecipe, status: RunStatus) -> RunFolder:
     folder.mkdir(parents=True)
     run = RunFolder(path=folder)
     run.plan_path.write_text("{}")
-    write_run_recipe_file(folder, wanted)
+    (folder / RUN_RECIPE_FILE).write_text(wanted.model_dump_json())
     run.write_state(RunState(status=status, updated_at="2026-01-01T00:00:00+00:00"))
     return run
 
@@ -219,7 +221,7 @@ class TestHardware:
     @pytest.mark.parametrize(
         ("given", "said"),
         [
-            ({"nodes": 2}, "needs a place"),
+            ({"nodes": 2}, "needs an address"),
             ({"nodes": 2, "rendezvous": "a:b:c"}, "HOST:PORT"),
             ({"nodes": 2, "rendezvous": "a:1", "node_rank": "2"}, "between 0 and 1"),
         ],
@@ -284,8 +286,7 @@ class TestLines:
     ) -> None:
         monkeypatch.setenv("TERM", "dumb")
         monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-        progress = Progress(num_steps=9, capacity_bytes=GIB)
-        with open_display(progress, read_num_steps=lambda: 9, is_silent=False) as display:
+        with open_display(GIB, lambda: 9, is_silent=False) as display:
             display.record(make_step(1))
         assert "step 1/9" in capsys.readouterr().err
 

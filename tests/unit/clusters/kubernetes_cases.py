@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from made_runs import PROFILE
+from tightfit.clusters.kubernetes.objects import TrainingJob, build_train_job, build_training
 from tightfit.clusters.kubernetes.pod import Document, User
-from tightfit.clusters.kubernetes.training import TrainingJob, build_train_job, build_training
 from tightfit.clusters.site import KubernetesSite, Site, Volume
 from tightfit.core.recipe import Recipe, make_training, read_recipe
-from tightfit.core.strategy import Method
+from tightfit.core.settings import Method
 from tightfit.core.units import GIB
 from tightfit.hardware.resolve import resolve_hardware
 from tightfit.hardware.types import Cluster
@@ -141,7 +141,7 @@ def _hardware(on: str) -> Cluster:
 def make_job(name: str) -> TrainingJob:
     case = CASES[name]
     return TrainingJob(
-        plan=plan_case(name), run=RUN, staged_bytes=case.staged_bytes, user=case.user
+        plan=plan_case(name), run=Path(RUN), staged_bytes=case.staged_bytes, user=case.user
     )
 
 

@@ -7,19 +7,21 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from tightfit.api.training.submitted_run import plan_on_fewest
+from tightfit.api.submit import plan_on_fewest
+from tightfit.clusters.protocol import JobSpec
 from tightfit.clusters.site import Site, SlurmSite
-from tightfit.clusters.slurm.resources import (
+from tightfit.clusters.slurm.script import (
     GpuRequest,
     JobResources,
     find_gpu_request,
     find_resources,
+    make_batch_job,
+    write_script,
 )
-from tightfit.clusters.slurm.script import TrainingJob, make_batch_job, write_script
-from tightfit.core.data_profile import DataProfile
 from tightfit.core.errors import DoesNotFitError
+from tightfit.core.profiles import DataProfile
 from tightfit.core.recipe import Recipe, make_training
-from tightfit.core.strategy import Method
+from tightfit.core.settings import Method
 from tightfit.hardware.inventory import Inventory, plannable_cluster
 from tightfit.hardware.slurm import build_inventory, parse_nodes
 from tightfit.hardware.types import Cluster, NodeGroup
@@ -165,15 +167,9 @@ def make(name: str) -> Made:
         asked_seconds=case.limit_seconds,
         warn=case.site.slurm.warn_seconds,
     )
-    job = TrainingJob(
-        plan=plan,
-        run=Path("/shared/runs") / name,
-        partition=case.partition,
-        gpu=gpu,
-        resources=resources,
-        can_requeue=case.can_requeue,
-    )
-    script = write_script(make_batch_job(job, case.site), case.site)
+    spec = JobSpec(plan=plan, run=Path("/shared/runs") / name, can_requeue=case.can_requeue)
+    job = make_batch_job(spec, case.site, partition=case.partition, gpu=gpu, resources=resources)
+    script = write_script(job, case.site)
     return Made(plan=plan, group=group, gpu=gpu, resources=resources, script=script)
 
 

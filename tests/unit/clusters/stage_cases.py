@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from stage_lab import make_model
+from tightfit.clusters.agents import AgentGoneError
+from tightfit.clusters.staging import CopyMethod
 from tightfit.clusters.staging.agent import Answer
-from tightfit.clusters.staging.cost import CopyMethod
-from tightfit.clusters.staging.nodes import LocalNode, NodeLostError
+from tightfit.clusters.staging.nodes import LocalNode
 from tightfit.clusters.staging.stage import Stager, StageRequest, StageResult
 
 BLOCK = 1 << 20
@@ -33,7 +34,7 @@ class Thread(LocalNode):
         if op == self.dies_at:
             self._agent.close()
             lost: Future[Answer] = Future()
-            lost.set_exception(NodeLostError(f"{self.node} is lost"))
+            lost.set_exception(AgentGoneError(f"{self.node} is lost"))
             return lost
         if "to" in arguments:
             arguments["to"] = str(self.place)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from stand_in_worker import make_step
-
 from tightfit.clusters.follow import LineFollower, MetricsFollower
 from tightfit.runs.metrics import EventRecord, append_record, drop_after_step
 

@@ -8,18 +8,20 @@ from pathlib import Path
 import pytest
 from kubernetes_cases import build_case, make_job, make_site
 from kubernetes_server import RUNTIME, TRAINER, ApiServer, make_node, make_pod
-from local_cases import Notes
 
+from local_cases import Notes
+from tightfit.clusters.kubernetes.backend import find_selector
 from tightfit.clusters.kubernetes.client import (
+    JobPhase,
     KubernetesApi,
     apply_objects,
-    cancel_job,
     check_claims,
     connect,
+    describe_pod,
+    read_job_snapshot,
+    wait_for_job,
 )
-from tightfit.clusters.kubernetes.follow import JobPhase, KubernetesFollower, read_job_snapshot
-from tightfit.clusters.kubernetes.nodes import find_selector
-from tightfit.clusters.kubernetes.training import build_train_job, build_training, choose_builder
+from tightfit.clusters.kubernetes.objects import build_train_job, build_training, choose_builder
 from tightfit.clusters.site import KubernetesSite
 from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError, UsageError
 from tightfit.runs.metrics import EventRecord, append_record
@@ -120,9 +122,9 @@ class TestApply:
 
     def test_cancel(self, cluster: KubernetesApi, server: ApiServer) -> None:
         apply_objects(cluster, OBJECTS)
-        assert cancel_job(cluster, OBJECTS[-1])
+        assert cluster.delete("Job", NAME)
         assert JOB not in server.objects
-        assert not cancel_job(cluster, OBJECTS[-1])
+        assert not cluster.delete("Job", NAME)
 
     def test_forbidden_names_verb_and_resource(
         self, cluster: KubernetesApi, server: ApiServer
@@ -204,16 +206,39 @@ class TestFollow:
         server.lists["/api/v1/namespaces/team/events"] = [
             {"involvedObject": {"name": "c"}, "reason": "FailedMount", "message": "no claim"}
         ]
-        first, second, third = read_job_snapshot(cluster, OBJECTS[-1]).pods
+        first, second, third = read_job_snapshot(cluster, "Job", NAME).pods
         assert first.why == "Unschedulable: 0/3 nodes: Insufficient nvidia.com/gpu"
         assert second.is_stuck
         assert third.why == "FailedMount: no claim"
         asked = [one.query for one in server.requests if one.path == PODS]
         assert asked[-1] == {"labelSelector": f"batch.kubernetes.io/job-name={NAME}"}
 
+    def test_why_a_pod_was_disrupted(self, cluster: KubernetesApi, server: ApiServer) -> None:
+        # As the scheduler and the kubelet write it.
+        preempted = {
+            "type": "DisruptionTarget",
+            "status": "True",
+            "reason": "PreemptionByScheduler",
+            "message": "default-scheduler: preempting to accommodate a higher priority pod",
+        }
+        ended = {"name": "train", "state": {"terminated": {"exitCode": 75, "reason": "Error"}}}
+        apply_objects(cluster, OBJECTS)
+        server.lists[PODS] = [
+            make_pod("a", 0, "Failed", conditions=[preempted], containerStatuses=[ended]),
+            make_pod("b", 1, "Running", conditions=[{**preempted, "reason": "DeletionByPodGC"}]),
+        ]
+        texts = [describe_pod(pod) for pod in read_job_snapshot(cluster, "Job", NAME).pods]
+        assert "ended with exit code 75 on n1: preempted by a pod of higher priority" in texts[0]
+        assert "running on n1: its node is gone" in texts[1]
+
     def test_news_until_the_end(
-        self, cluster: KubernetesApi, server: ApiServer, tmp_path: Path
+        self,
+        cluster: KubernetesApi,
+        server: ApiServer,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
+        monkeypatch.setattr("tightfit.clusters.kubernetes.client.FOLLOW_SECONDS", 0.0)
         apply_objects(cluster, OBJECTS)
         run, notes, looks = RunFolder(path=tmp_path), Notes(), iter(range(100))
 
@@ -238,9 +263,7 @@ class TestFollow:
                 }
 
         server.on_get = go_on
-        view = KubernetesFollower(
-            cluster, OBJECTS[-1], notes, run=run, sleep=lambda _seconds: None
-        ).wait()
+        view = wait_for_job(cluster, "Job", NAME, notes, run=run)
         assert view.phase is JobPhase.FAILED
         assert view.pods[0].exit_code == 5
         assert [record.step for record in notes.records] == [3]
@@ -252,9 +275,9 @@ class TestFollow:
         apply_objects(cluster, OBJECTS)
         held = {"type": "Suspended", "status": "True"}
         server.objects[JOB]["status"] = {"conditions": [held]}
-        assert read_job_snapshot(cluster, OBJECTS[-1]).phase is JobPhase.SUSPENDED
+        assert read_job_snapshot(cluster, "Job", NAME).phase is JobPhase.SUSPENDED
         del server.objects[JOB]
-        assert read_job_snapshot(cluster, OBJECTS[-1]).phase is JobPhase.GONE
+        assert read_job_snapshot(cluster, "Job", NAME).phase is JobPhase.GONE
 
 
 class TestPlacement:

@@ -9,6 +9,7 @@ import json
 import os
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import kubernetes_validate
 import pytest
@@ -29,18 +30,20 @@ from kubernetes_reading import (
 
 from tightfit.clusters.kubernetes.objects import (
     MAX_CONFIG_BYTES,
-    WORKER_NUMBER,
-    WorkerOptions,
-    build_config_map,
-    worker_job,
-    write_manifest,
-)
-from tightfit.clusters.kubernetes.pod import Document, PodResources, write_quantity
-from tightfit.clusters.kubernetes.training import (
     STAGED_PATH,
+    WORKER_NUMBER,
     build_train_job,
     build_training,
     predict_seconds,
+    worker_job,
+    write_manifest,
+)
+from tightfit.clusters.kubernetes.pod import (
+    Document,
+    PodResources,
+    Task,
+    choose_mounts,
+    write_quantity,
 )
 from tightfit.core.errors import EXIT_REQUEUE, InvalidInputError, UsageError
 from tightfit.core.units import GIB
@@ -221,7 +224,7 @@ def test_dollars_in_names_are_kept() -> None:
     plan = make_job("qlora_7b")
     odd = "/mnt/shared/runs/a$(POD_IP)$$b$c"
     site = make_site().model_copy(update={"environment": {"TOKEN": "x$(HOME)y$$"}})
-    (job,) = build_training(replace(plan, run=odd), site)
+    (job,) = build_training(replace(plan, run=Path(odd)), site)
     (container,) = list_containers(job)
     known: dict[str, str] = {"POD_IP": "10.0.0.1", "HOME": "/tmp"}
     assert expand(container["args"][1], known) == odd
@@ -339,21 +342,23 @@ def test_a_plan_travels_as_a_config_map() -> None:
 
 
 def test_a_config_map_has_its_limit() -> None:
-    build_config_map("x", {"plan.json": "a" * (MAX_CONFIG_BYTES - 20)}, namespace="team")
+    job = replace(make_job("qlora_7b"), carries_plan=True)
+    model = job.plan.model.model_copy(update={"name": "a" * MAX_CONFIG_BYTES})
+    large = job.plan.model_copy(update={"model": model})
     with pytest.raises(InvalidInputError, match=r"1\.0 MiB"):
-        build_config_map("x", {"plan.json": "a" * MAX_CONFIG_BYTES}, namespace="team")
+        build_training(replace(job, plan=large), make_site())
 
 
 def test_workers_are_independent() -> None:
     resources = PodResources(num_gpus=1, num_cores=4, memory_bytes=8 * GIB, shm_bytes=GIB)
-    (job,) = worker_job(
-        "Farm of $(X)",
-        ["tightfit", "farm-worker", "/mnt/shared/farm/a$(b)", "--number", WORKER_NUMBER],
-        num_workers=12,
+    site = make_site()
+    task = Task(
+        name="Farm of $(X)",
+        argv=("tightfit", "farm-worker", "/mnt/shared/farm/a$(b)", "--number", WORKER_NUMBER),
         resources=resources,
-        site=make_site(),
-        options=WorkerOptions(written=("/mnt/shared/farm",)),
+        mounts=choose_mounts(site.kubernetes, written=("/mnt/shared/farm",)),
     )
+    (job,) = worker_job(task, site, num_workers=12)
     assert kubernetes_validate.validate(job, NEWEST, strict=True)
     spec = job["spec"]
     assert job["metadata"]["name"] == "farm-of-x"

@@ -13,8 +13,8 @@ from kubernetes_cases import make_job, make_site
 from kubernetes_reading import expand
 
 from stage_lab import make_model
+from tightfit.clusters.kubernetes.objects import STAGED_PATH, build_training
 from tightfit.clusters.kubernetes.pod import SHM_PATH
-from tightfit.clusters.kubernetes.training import STAGED_PATH, build_training
 from tightfit.runtime.staged import VARIABLE, find_staged
 
 

@@ -13,9 +13,9 @@ from kubernetes_cases import make_plan
 from kubernetes_server import ApiServer, make_node, make_pod
 
 from small_models import make_llama, make_tokenizer
+from tightfit.api.options.clusters import SubmitOptions
 from tightfit.api.submit import submit
 from tightfit.cli.app import main
-from tightfit.cli.flags.clusters import SubmitFlags
 from tightfit.core.errors import UsageError
 from tightfit.core.recipe import Recipe
 from tightfit.runs.run_folder import RunFolder, RunState, RunStatus
@@ -165,6 +165,24 @@ def test_a_failed_job_says_what_the_run_said(world: World, server: ApiServer) ->
     assert "The loss is not finite." in err
 
 
+def test_cancelled_by_its_run_or_its_name(world: World, server: ApiServer) -> None:
+    for named in ("run", "name"):
+        assert world.submit("--no-follow")[0] == 0
+        (job,) = jobs(server)
+        words = [str(world.run)] if named == "run" else [job["metadata"]["name"], "--on", "k8s"]
+        code, out, err = world.plain("cancel", *words, "--json")
+        assert code == 0, err
+        assert json.loads(out)["job_id"] == job["metadata"]["name"]
+        assert jobs(server) == []
+
+    code, out, _ = world.plain("cancel", str(world.run))
+    assert code == 0
+    assert "Nothing to cancel" in out
+    server.objects["/apis/batch/v1/namespaces/team/jobs/theirs"] = {"metadata": {"name": "theirs"}}
+    code, _, err = world.plain("cancel", "theirs", "--on", "k8s")
+    assert (code, len(jobs(server))) == (2, 1), err
+
+
 def test_dry_run_changes_nothing(world: World, server: ApiServer) -> None:
     code, out, err = world.submit("--dry-run")
     assert code == 0, err
@@ -185,6 +203,15 @@ def test_words_need_no_cluster(
     code, _, err = world.submit("--dry-run")
     assert code == 3
     assert "No Kubernetes cluster is configured" in err
+
+
+def test_what_is_written_comes_with_the_warnings_of_a_dry_run(world: World, tmp_path: Path) -> None:
+    shown = []
+    for words in (["--dry-run"], ["--write", str(tmp_path / "job.yaml")]):
+        code, out, err = world.submit(*words, on="k8s:2xT4")
+        assert code == 0, err
+        shown.append(" ".join(out.split()))
+    assert all("no node label is known that keeps the pods on Tesla T4" in text for text in shown)
 
 
 def test_a_run_that_pods_would_not_see(world: World, tmp_path: Path) -> None:
@@ -285,11 +312,11 @@ def test_a_fresh_run_that_fails_leaves_the_old_one(world: World, server: ApiServ
 
 
 def test_options_that_only_kubernetes_has(world: World, server: ApiServer, tmp_path: Path) -> None:
-    """As a dataclass with the fields of flags/kubernetes_options.py hands them over."""
+    """As the command line gives them."""
     target = tmp_path / "job.yaml"
     given: dict[str, Any] = {"kind": "job", "write": target, "namespace": "other", "stage": True}
     submit(
-        SubmitFlags(
+        SubmitOptions(
             job=str(world.model),
             data=world.data,
             max_steps=4,
@@ -304,8 +331,8 @@ def test_options_that_only_kubernetes_has(world: World, server: ApiServer, tmp_p
     assert f"tightfit stage {world.model} " in pod["initContainers"][0]["args"][1]
     assert server.requests == []
     with pytest.raises(UsageError, match="--dry-run"):
-        submit(SubmitFlags(job=str(world.run), on="k8s:T4", dry_run=True, **given))
+        submit(SubmitOptions(job=str(world.run), on="k8s:T4", dry_run=True, **given))
     with pytest.raises(UsageError, match="stage a model"):
-        submit(SubmitFlags(job=str(world.run), on="k8s:T4", **{**given, "kind": "trainjob"}))
+        submit(SubmitOptions(job=str(world.run), on="k8s:T4", **{**given, "kind": "trainjob"}))
     with pytest.raises(UsageError, match="no context `far`"):
-        submit(SubmitFlags(job=str(world.run), on="k8s", context="far"))
+        submit(SubmitOptions(job=str(world.run), on="k8s", context="far"))

@@ -11,10 +11,16 @@ from typing import Any
 import pytest
 from kubernetes_cases import make_job, make_site
 
-from tightfit.clusters.kubernetes.names import check_site_names, escape, name_job
-from tightfit.clusters.kubernetes.pod import User
-from tightfit.clusters.kubernetes.training import build_training
-from tightfit.clusters.kubernetes.volumes import choose_mounts, find_volume, require_volume
+from tightfit.clusters.kubernetes.objects import build_training
+from tightfit.clusters.kubernetes.pod import (
+    User,
+    check_site_names,
+    choose_mounts,
+    escape,
+    find_volume,
+    name_job,
+    require_volume,
+)
 from tightfit.clusters.site import KubernetesSite, Volume
 from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError
 
@@ -103,7 +109,7 @@ def test_a_folder_of_root_is_written_by_root_alone() -> None:
 
 
 def test_without_requeue_a_pod_is_started_once() -> None:
-    (made,) = build_training(replace(make_job("qlora_7b"), can_restart=False), make_site())
+    (made,) = build_training(replace(make_job("qlora_7b"), can_requeue=False), make_site())
     assert made["spec"]["backoffLimitPerIndex"] == 0
     assert "podFailurePolicy" not in made["spec"]
 

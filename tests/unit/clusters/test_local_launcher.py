@@ -17,8 +17,9 @@ from types import FrameType
 
 import psutil
 import pytest
-from local_cases import Notes, make_plan, make_run, stand_in_command
 
+import local_cases
+from local_cases import Notes, make_plan, make_run, stand_in_command
 from tightfit.clusters.local import launcher, outcome
 from tightfit.clusters.local.launcher import lock_run
 from tightfit.clusters.local.workers import find_leftovers
@@ -27,11 +28,11 @@ from tightfit.planning.plan import Plan
 from tightfit.runs.metrics import read_records
 from tightfit.runs.run_folder import RunFolder, RunState, RunStatus
 
-HERE = Path(__file__).parent
+HERE = Path(local_cases.__file__).parent
 
 
 def run_it(run: RunFolder, notes: Notes | None = None) -> RunState:
-    return launcher.run_job(run, watch=notes or Notes(), command=stand_in_command(run))
+    return launcher.run_job(run, observer=notes or Notes(), command=stand_in_command(run))
 
 
 def smaller(plan: Plan, micro_batch: int) -> Plan:
@@ -107,7 +108,7 @@ def test_old_words_are_not_taken_for_the_end_of_this_start(tmp_path: Path) -> No
     run = make_run(tmp_path / "run")
     run_it(run)
     command = [sys.executable, "-c", "import sys; sys.exit(9)"]
-    state = launcher.run_job(run, watch=Notes(), command=command)
+    state = launcher.run_job(run, observer=Notes(), command=command)
 
     assert state.status is RunStatus.FAILED
     assert "exit code 9" in (state.problem or "")
@@ -247,7 +248,7 @@ def test_a_stop_before_the_worker_listens_is_a_stop(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     command = [sys.executable, "-c", "import time; time.sleep(60)"]
     with sending(signal.SIGTERM, run.log_path.exists):  # it is opened for a worker that starts
-        state = launcher.run_job(run, watch=Notes(), command=command)
+        state = launcher.run_job(run, observer=Notes(), command=command)
 
     assert (state.status, state.exit_code) == (RunStatus.STOPPED, 75)
 
@@ -269,7 +270,7 @@ from local_cases import Notes, stand_in_command
 from tightfit.clusters.local.launcher import run_job
 from tightfit.runs.run_folder import RunFolder
 run = RunFolder(path=Path(sys.argv[1]))
-sys.exit(run_job(run, watch=Notes(), command=stand_in_command(run)).exit_code)
+sys.exit(run_job(run, observer=Notes(), command=stand_in_command(run)).exit_code)
 """
 
 
@@ -308,14 +309,14 @@ def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
     from tightfit.core.errors import NotFoundError
 
     with pytest.raises(NotFoundError):
-        launcher.run_job(RunFolder(path=tmp_path), watch=Notes())
+        launcher.run_job(RunFolder(path=tmp_path), observer=Notes())
 
 
 def test_the_plan_of_the_folder_is_what_is_started(tmp_path: Path) -> None:
     """Without a stand-in the command is the worker's own; here it fails for want of tokens."""
     run = make_run(tmp_path / "run")
     run.write_plan(make_plan())
-    state = launcher.run_job(run, watch=Notes())
+    state = launcher.run_job(run, observer=Notes())
 
     assert state.status is RunStatus.FAILED
     assert json.loads(run.state_path.read_text())["status"] == "failed"

@@ -6,12 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from local_cases import make_plan
 
+from local_cases import make_plan
 from tightfit.clusters.local.workers import worker_command, worker_environment
-from tightfit.clusters.rendezvous import Rendezvous, parse_endpoint
+from tightfit.clusters.nodes import Rendezvous, parse_endpoint
 from tightfit.core.errors import UsageError
-from tightfit.core.strategy import Sharding
+from tightfit.core.settings import Sharding
 from tightfit.planning.plan import Plan
 
 RUN = Path("/runs/a-run")
@@ -39,7 +39,7 @@ def test_several_processes_meet_on_this_machine_at_a_free_port() -> None:
         "--nnodes", "1", "--nproc-per-node", "4",
         "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--rdzv-id", "a-run-0",
         "--rdzv-conf", "join_timeout=3600", "--max-restarts", "0", "--local-addr", "127.0.0.1",
-        "-m", "tightfit.clusters.local.elastic", "tightfit.training.worker", "/runs/a-run",
+        "-m", "tightfit.clusters.local.workers", "tightfit.training.worker", "/runs/a-run",
     ]  # fmt: skip
 
 
@@ -50,7 +50,7 @@ def test_several_nodes_meet_where_they_are_told() -> None:
         "--nnodes", "2", "--nproc-per-node", "1",
         "--rdzv-backend", "c10d", "--rdzv-endpoint", "node1:29500", "--rdzv-id", "a-run-3",
         "--rdzv-conf", "join_timeout=3600", "--max-restarts", "7", "--local-addr", "10.0.0.2",
-        "-m", "tightfit.clusters.local.elastic", "tightfit.training.worker", "/runs/a-run",
+        "-m", "tightfit.clusters.local.workers", "tightfit.training.worker", "/runs/a-run",
     ]  # fmt: skip
 
 
@@ -67,7 +67,7 @@ def test_torchrun_understands_the_options() -> None:
         "c10d", "node1:29500", "10.0.0.2",
     )  # fmt: skip
     assert read.module
-    assert read.training_script == "tightfit.clusters.local.elastic"
+    assert read.training_script == "tightfit.clusters.local.workers"
     assert read.training_script_args == ["tightfit.training.worker", str(RUN)]
 
 

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from tightfit.clusters.preflight import probes
-from tightfit.clusters.preflight.messages import DatagramCount
-from tightfit.clusters.preflight.probes import DATAGRAM, MARK, ROOM_BYTES, DatagramCounter
+from tightfit.clusters.preflight import agent
+from tightfit.clusters.preflight.agent import DATAGRAM, MARK, ROOM_BYTES, DatagramCounter
+from tightfit.clusters.preflight.observations import DatagramCount
 
 NUM_SENT = 200
 
@@ -37,7 +37,7 @@ def tell_when_there(counter: DatagramCounter, sender: int) -> DatagramCount:
     """Once all has arrived, which a busy machine may put off."""
     end = time.monotonic() + 10
     while True:
-        [received] = counter.tell([sender])
+        [received] = counter.count([sender])
         num_there = received.num_small + received.num_large + received.num_dropped
         if num_there >= NUM_SENT or time.monotonic() > end:
             return received
@@ -55,7 +55,7 @@ def test_all_that_came_is_counted_though_the_thread_has_not_run() -> None:
         assert tell_when_there(counter, 5) == DatagramCount(
             sender=5, num_small=0, num_large=NUM_SENT
         )
-        assert counter.tell([4]) == [DatagramCount(sender=4, num_small=0, num_large=0)]
+        assert counter.count([4]) == [DatagramCount(sender=4, num_small=0, num_large=0)]
 
 
 def test_what_found_no_room_is_told_apart() -> None:
@@ -69,16 +69,16 @@ def test_what_found_no_room_is_told_apart() -> None:
 
 def test_a_wrong_checksum_is_no_want_of_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel counts both as drops of the socket, the want of room alone as the host's."""
-    monkeypatch.setattr(probes, "_read_host_overflows", lambda: 7)
+    monkeypatch.setattr(agent, "_read_host_overflows", lambda: 7)
     with late_counter(room_bytes=4096) as counter:
         send_to(counter, sender=0)
 
-        assert counter.tell([0])[0].num_dropped == 0
+        assert counter.count([0])[0].num_dropped == 0
 
 
 def test_a_socket_that_never_runs_dry_is_left_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes, "DRAIN_SECONDS", 0.0)
+    monkeypatch.setattr(agent, "DRAIN_SECONDS", 0.0)
     with late_counter() as counter:
         send_to(counter, sender=0)
 
-        assert counter.tell([0]) == [DatagramCount(sender=0, num_small=0, num_large=0)]
+        assert counter.count([0]) == [DatagramCount(sender=0, num_small=0, num_large=0)]

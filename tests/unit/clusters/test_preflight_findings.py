@@ -7,35 +7,27 @@ from typing import Any
 
 import pytest
 
-from tightfit.clusters.preflight.messages import (
+from tightfit.clusters.preflight.findings import render_bits
+from tightfit.clusters.preflight.gather import PreflightReport, make_preflight_report
+from tightfit.clusters.preflight.observations import (
     AllReduceResult,
+    ClockOffset,
     ConnectionOutcome,
     ConnectionProbe,
     DatagramCount,
+    FolderObservations,
     FolderStep,
     ListenerPorts,
     NameLookup,
     NetworkDevice,
     NodeFacts,
+    Observations,
     Route,
     StreamResult,
     TorchFacts,
-)
-from tightfit.clusters.preflight.network_findings import render_bits
-from tightfit.clusters.preflight.observations import (
-    ClockOffset,
-    FolderObservations,
-    Observations,
     addresses_on,
     choose_addresses,
 )
-from tightfit.clusters.preflight.run import (
-    Allocation,
-    PreflightReport,
-    allocation_command,
-    make_preflight_report,
-)
-from tightfit.clusters.site import Site, SlurmSite
 from tightfit.core.findings import Finding, Status
 
 ADDRESSES = {"a": "10.0.0.1", "b": "10.0.0.2"}
@@ -94,15 +86,15 @@ def make_knock(node: str, outcome: ConnectionOutcome) -> ConnectionProbe:
 
 
 def bad(report: PreflightReport) -> list[Finding]:
-    found = [f for f in report.findings if f.status in (Status.WARNING, Status.FAULT)]
+    found = [f for f in report.findings if f.status in (Status.WARNING, Status.ERROR)]
     assert all(finding.remedy for finding in found)
     return found
 
 
-def only(observed: Observations, area: str, status: Status = Status.FAULT) -> Finding:
+def only(observed: Observations, area: str, status: Status = Status.ERROR) -> Finding:
     report = make_preflight_report(observed)
     assert [(f.area, f.status) for f in bad(report)] == [(area, status)], bad(report)
-    assert report.exit_code == (6 if status is Status.FAULT else 0)
+    assert report.exit_code == (6 if status is Status.ERROR else 0)
     return bad(report)[0]
 
 
@@ -186,7 +178,7 @@ def test_one_way() -> None:
     assert finding.detail.startswith("one-way: everything a sends to b is lost")
 
 
-@pytest.mark.parametrize(("received", "status"), [(196, Status.WARNING), (150, Status.FAULT)])
+@pytest.mark.parametrize(("received", "status"), [(196, Status.WARNING), (150, Status.ERROR)])
 def test_loss_in_one_direction(received: int, status: Status) -> None:
     observed = make_seen()
     observed.received[("b", "a")] = DatagramCount(sender=1, num_small=received, num_large=4)
@@ -297,7 +289,7 @@ def test_devices_of_other_names() -> None:
 
 @pytest.mark.parametrize(
     ("package", "status"),
-    [("torch", Status.FAULT), ("tightfit", Status.FAULT), ("NCCL", Status.FAULT),
+    [("torch", Status.ERROR), ("tightfit", Status.ERROR), ("NCCL", Status.ERROR),
      ("peft", Status.WARNING)],
 )  # fmt: skip
 def test_versions_that_differ(package: str, status: Status) -> None:
@@ -381,17 +373,6 @@ def test_nobody_answers() -> None:
     assert report.exit_code == 6
     assert [finding.name for finding in bad(report)] == ["a", "b"]
     assert report.nodes[0].options == ()
-
-
-def test_an_allocation_is_asked_for_as_the_site_wants_it() -> None:
-    site = Site(slurm=SlurmSite(account="lab", extra=("--exclusive",)))
-    wanted = Allocation(partition="gpu", num_nodes=2, gpus_per_node=4)
-
-    assert allocation_command(wanted, ["tightfit", "preflight"], site) == [
-        "salloc", "--exclusive", "--job-name=tightfit-preflight", "--partition=gpu", "--nodes=2",
-        "--ntasks-per-node=1", "--time=3", "--gpus-per-node=4", "--account=lab",
-        "tightfit", "preflight",
-    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

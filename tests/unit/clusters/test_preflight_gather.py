@@ -12,8 +12,7 @@ from tightfit.clusters.preflight.gather import (
     Collector,
     PreflightRequest,
 )
-from tightfit.clusters.preflight.messages import ListenerPorts, NodeFacts
-from tightfit.clusters.preflight.observations import NodeAddress, NodePair
+from tightfit.clusters.preflight.observations import ListenerPorts, NodeAddress, NodeFacts, NodePair
 
 NODES = ("a", "b", "c")
 
@@ -43,7 +42,9 @@ def spray(
     sent: dict[str, int], received: dict[str, dict[str, int]]
 ) -> dict[NodePair, float | None]:
     """What is lost between every two nodes."""
-    request = PreflightRequest(nodes=NODES, start=AgentCommand(prefix="", env={}), port=29_500)
+    request = PreflightRequest(
+        nodes=NODES, start=AgentCommand(prefix="", argv=(), env={}), port=29_500
+    )
     gathering = Collector(request, lambda _: None)
     gathering.pool = ScriptedCrew(sent, received)
     observed = gathering.observed

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from tightfit.clusters.preflight.run import Allocation, allocation_command, keep_salloc_options
 from tightfit.clusters.site import Site, SlurmSite
+from tightfit.clusters.slurm.script import allocation_command, keep_salloc_options
 
 
 @pytest.mark.parametrize(
@@ -39,9 +39,20 @@ def test_only_what_salloc_knows_too(line: str, words: list[str]) -> None:
 
 def test_preflight_has_the_last_word_on_its_own_size() -> None:
     site = Site(slurm=SlurmSite(extra=("--time=1-00:00:00", "--nodes=8", "--mem=0")))
-    command = allocation_command(Allocation(partition="gpu", num_nodes=2), ["preflight"], site)
+    command = allocation_command(["preflight"], site, partition="gpu", num_nodes=2)
 
     assert command[-1] == "preflight"
     assert command.index("--time=1-00:00:00") < command.index("--time=3")
     assert command.index("--nodes=8") < command.index("--nodes=2")
     assert "--mem=0" in command
+
+
+def test_an_allocation_is_asked_for_as_the_site_wants_it() -> None:
+    site = Site(slurm=SlurmSite(account="lab", extra=("--exclusive",)))
+    wanted = {"num_nodes": 2, "gpus_per_node": 4}
+
+    assert allocation_command(["tightfit", "preflight"], site, partition="gpu", **wanted) == [
+        "salloc", "--exclusive", "--job-name=tightfit-preflight", "--partition=gpu", "--nodes=2",
+        "--ntasks-per-node=1", "--time=3", "--gpus-per-node=4", "--account=lab",
+        "tightfit", "preflight",
+    ]  # fmt: skip

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 from kubernetes_cases import CASES, make_job
 
+from tightfit.clusters.kubernetes.objects import PULL_SECONDS, predict_seconds
 from tightfit.clusters.kubernetes.pod import read_resources
-from tightfit.clusters.kubernetes.training import PULL_SECONDS, predict_seconds
 from tightfit.clusters.requirements import (
     count_restarts,
     count_slices,
     estimate_memory_request,
     estimate_run_seconds,
 )
-from tightfit.clusters.slurm.resources import find_resources
+from tightfit.clusters.slurm.script import find_resources
 from tightfit.core.units import GIB
 from tightfit.planning.plan import Plan
 

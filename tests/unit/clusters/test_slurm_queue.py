@@ -6,19 +6,21 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from local_cases import Notes, make_run
 
-from tightfit.clusters.slurm import follow, queue
+from local_cases import Notes, make_run
+from tightfit.clusters import follow
+from tightfit.clusters.slurm import queue
 from tightfit.clusters.slurm.queue import (
     JobState,
+    JobStatus,
     cancel_jobs,
     find_queued,
+    find_restart_cause,
     list_overriding,
     read_jobs,
     submit_script,
 )
-from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError, UsageError
-from tightfit.core.errors import UserError as UserFault
+from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError, UsageError, UserError
 
 WIDTHS = (48, 24, 12, 80, 256)
 
@@ -83,7 +85,7 @@ def test_without_accounting_the_controller_is_asked() -> None:
     assert (found.num_restarts, found.exit_code) == (2, 1)
 
 
-def test_a_forgotten_job_is_unknown_and_a_controller_that_is_away_is_a_error() -> None:
+def test_a_forgotten_job_is_unknown_and_a_controller_that_is_away_is_an_error() -> None:
     (found,) = read_jobs(["77"], run=Slurm())
     assert found.state is JobState.UNKNOWN
     assert not found.state.is_over
@@ -148,7 +150,7 @@ def test_a_job_number_with_its_cluster() -> None:
     ],
 )  # fmt: skip
 def test_refusals_become_one_message_with_a_remedy(
-    said: str, kind: type[UserFault], remedy: str
+    said: str, kind: type[UserError], remedy: str
 ) -> None:
     with pytest.raises(kind) as error:
         submit_script(Path("job.sbatch"), run=Slurm(sbatch=refusal(said)))
@@ -186,7 +188,7 @@ class Script:
 @pytest.fixture
 def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(follow, "FIRST_POLL_SECONDS", 0.0)
-    monkeypatch.setattr(follow, "MAX_POLL_SECONDS", 0.0)
+    monkeypatch.setattr(queue, "MAX_POLL_SECONDS", 0.0)
 
 
 @pytest.mark.usefixtures("_hasty")
@@ -203,17 +205,80 @@ def test_a_job_is_told_from_the_queue_to_its_end(tmp_path: Path) -> None:
         row("7", "RUNNING", "1", "None", "gpu02"),
         row("7", "COMPLETED", "1", "None", "gpu02"),
     )
-    last = follow.SlurmFollower(make_run(tmp_path), "7", notes, ask=slurm).wait()
+    last = queue.wait_for_job(make_run(tmp_path), "7", notes, ask=slurm)
 
     assert last.state is JobState.COMPLETED
     assert notes.said == [
         "job 7 waits (Priority)",
+        "`squeue` failed: Socket timed out Asking again.",
         "job 7 runs on gpu01",
         "job 7 is ending",
         "job 7 waits (BeginTime), restart 1",
         "job 7 runs on gpu02, restart 1",
         "job 7: completed, restart 1",
     ]
+
+
+# Of a real Slurm 22.05: a job whose node was switched off, and one that was preempted.
+NODE_FAIL = "2026-11-18T20:54:03|NODE_FAIL|gpu02\n2026-11-18T20:54:35|PENDING|None assigned\n"
+PREEMPTED = "2026-11-18T20:54:03|PREEMPTED|gpu01\n2026-11-18T20:54:31|RUNNING|gpu01\n"
+REQUEUED = "2026-11-18T20:54:03|REQUEUED|cpu01\n2026-11-18T20:54:07|RUNNING|cpu01\n"
+STEPD = (
+    "slurmstepd-gpu01: error: *** JOB 7 ON gpu01 CANCELLED AT 2026-11-18T20:54:22 "
+    "DUE TO PREEMPTION ***\n"
+)
+SAVED = "the time limit is near: saving\nended with 75: back to the queue (restart 1 of 10)\n"
+
+
+@pytest.mark.parametrize(
+    ("sacct", "sinfo", "log", "cause"),
+    [
+        (NODE_FAIL, "", "", "its node was lost (gpu02)"),
+        (PREEMPTED, "", "", "it was preempted (gpu01)"),
+        ("", "", STEPD, "it was preempted"),
+        (REQUEUED, "", SAVED, "its time limit was near, and it had saved"),
+        ("", "", "ended with 137: back to the queue (restart 1 of 5)\n", "with exit code 137"),
+        ("", "gpu02 down*\n", "", "its node was lost (gpu02)"),
+        ("", "gpu02 idle\n", "step 1\n", ""),
+    ],
+)
+def test_why_a_job_was_queued_again(
+    tmp_path: Path, sacct: str, sinfo: str, log: str, cause: str
+) -> None:
+    status = JobStatus(job_id="7", task=None, state=JobState.PENDING, num_restarts=1)
+    path = tmp_path / "slurm-7.out"
+    path.write_text(log)
+    found = find_restart_cause(status, path, "gpu02", run=Slurm(sacct=sacct, sinfo=sinfo))
+
+    assert cause in found
+    assert bool(cause) == bool(found)
+
+
+def test_each_restart_has_its_own_cause(tmp_path: Path) -> None:
+    status = JobStatus(job_id="7", task=None, state=JobState.PENDING, num_restarts=2)
+    path = tmp_path / "slurm-7.out"
+    path.write_text(SAVED + "step 9\n")
+    assert find_restart_cause(status, path, "", run=Slurm()) == ""
+    path.write_text(SAVED + "ended with 75: back to the queue (restart 2 of 10)\n")
+    assert find_restart_cause(status, path, "", run=Slurm()) == "it ended with exit code 75"
+
+
+@pytest.mark.usefixtures("_hasty")
+def test_the_follower_says_why_once(tmp_path: Path) -> None:
+    class Accounted(Script):
+        def __call__(self, arguments: Sequence[str], timeout: float) -> str:
+            return NODE_FAIL if arguments[0] == "sacct" else super().__call__(arguments, timeout)
+
+    notes = Notes()
+    slurm = Accounted(
+        row("7", "RUNNING", "0", "None", "gpu02"),
+        row("7", "PENDING", "1", "BeginTime", ""),
+        row("7", "RUNNING", "1", "None", "gpu01"),
+        row("7", "COMPLETED", "1", "None", "gpu01"),
+    )
+    queue.wait_for_job(make_run(tmp_path), "7", notes, ask=slurm)
+    assert notes.said[1] == "job 7, restart 1: its node was lost (gpu02)"
+    assert sum("lost" in text for text in notes.said) == 1
 
 
 @pytest.mark.usefixtures("_hasty")
@@ -224,14 +289,12 @@ def test_a_preempted_job_that_is_queued_again_is_not_over(tmp_path: Path) -> Non
         row("7", "FAILED", "1", "NonZeroExitCode", "gpu01"),
     )
 
-    assert (
-        follow.SlurmFollower(make_run(tmp_path), "7", Notes(), ask=slurm).wait().num_restarts == 1
-    )
+    assert queue.wait_for_job(make_run(tmp_path), "7", Notes(), ask=slurm).num_restarts == 1
 
 
 @pytest.mark.usefixtures("_hasty")
 def test_a_job_that_slurm_forgot_ends_the_watch(tmp_path: Path) -> None:
-    last = follow.SlurmFollower(make_run(tmp_path), "7", Notes(), ask=Script("")).wait()
+    last = queue.wait_for_job(make_run(tmp_path), "7", Notes(), ask=Script(""))
 
     assert last.state is JobState.UNKNOWN
 

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 from slurm_cases import make
 
+from tightfit.clusters.protocol import JobSpec
 from tightfit.clusters.site import Site, SlurmSite
-from tightfit.clusters.slurm.resources import GpuRequest, find_resources
 from tightfit.clusters.slurm.script import (
     BatchJob,
-    TrainingJob,
+    GpuRequest,
+    find_resources,
     make_batch_job,
     render_time,
     write_script,
@@ -33,7 +34,7 @@ exit $code
 """
 PYTHON = """#!/bin/bash
 for word; do echo "python|$word" >>"$LOG"; done
-if [ "$2" = tightfit.clusters.slurm.address ]; then echo 10.0.0.1 eth7; exit 0; fi
+if [ "$2" = tightfit.clusters.nodes ]; then echo 10.0.0.1 eth7; exit 0; fi
 if [ "$TRAIN" = wait ]; then trap 'exit 75' USR1; echo ready >>"$LOG"; sleep 60 & wait $!; fi
 exit $TRAIN
 """
@@ -65,16 +66,15 @@ class Stage:
         self.run_folder = run
         made = make(case)
         site = site or Site(python=str(folder / "python"))
-        job = TrainingJob(
-            plan=made.plan,
-            run=run,
+        job = make_batch_job(
+            JobSpec(plan=made.plan, run=run),
+            site,
             partition="p",
             gpu=GpuRequest(),
             resources=made.resources,
-            can_requeue=True,
         )
         self.script = folder / "job.sbatch"
-        self.script.write_text(write_script(make_batch_job(job, site), site))
+        self.script.write_text(write_script(job, site))
 
     def start(
         self, *, train: str, state: str = "RUNNING", restarts: int = 0
@@ -143,6 +143,37 @@ def test_of_several_nodes_saved_and_stopped_is_no_bad_exit(tmp_path: Path) -> No
     assert stage.run(train="75") == REQUEUED
 
 
+@pytest.mark.parametrize("failing", ["module load cuda/99", "modul load cuda", "source gone.sh"])
+def test_a_set_up_that_fails_ends_the_job_before_training(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], failing: str
+) -> None:
+    inner = tmp_path / "activate"
+    inner.write_text("false\ntrue\n")  # what a sourced file does inside is its own affair
+    site = Site(
+        python=str(tmp_path / "python"),
+        setup=(
+            "module() { echo no module $2 >&2; return 3; }",
+            f"source '{inner}'",
+            "module load optional || true",
+            "if false; then true; fi",
+            failing,
+        ),
+    )
+    stage = Stage(tmp_path, "7b-on-one-v100", site)
+    code = stage.run(train="0")
+
+    assert code == {"module": 3, "modul": 127, "source": 1}[failing.split(maxsplit=1)[0]]
+    assert "python" not in stage.log.read_text()
+    assert f"set-up of site.yaml failed with {code}: {failing}\n" in capfd.readouterr().out
+
+
+def test_a_set_up_that_works_is_over_when_training_starts(tmp_path: Path) -> None:
+    site = Site(python=str(tmp_path / "python"), setup=("true",))
+    stage = Stage(tmp_path, "7b-on-one-v100", site)
+
+    assert stage.run(train="75") == REQUEUED
+
+
 def test_a_container_with_spaces_in_its_name_gets_through(tmp_path: Path) -> None:
     site = Site(python=str(tmp_path / "python"), container="apptainer exec '/my images/it.sif'")
     stage = Stage(tmp_path, "13b-on-two-nodes-of-three", site)
@@ -171,7 +202,7 @@ def test_every_option_can_stand_in_the_script() -> None:
         log="/my runs/%A-%a.out",
         body=("true",),
         array_size=8,
-        constraint="a100",
+        gpu=GpuRequest(constraint="a100"),
     )
     slurm = SlurmSite(partition="gpu", constraint="ib", extra=("--exclusive",))
     script = write_script(job, Site(slurm=slurm))

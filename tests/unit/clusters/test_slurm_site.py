@@ -10,11 +10,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from local_cases import make_run
 
+from local_cases import make_run
 from tightfit.clusters.local.launcher import lock_run
+from tightfit.clusters.nodes import probe_address
 from tightfit.clusters.site import KubernetesSite, Site, SlurmSite, find_site_file, read_site
-from tightfit.clusters.slurm.address import probe_device, probe_route
 from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError, UsageError
 
 EXAMPLE = Path(__file__).parents[3] / "docs" / "site.example.yaml"
@@ -114,19 +114,19 @@ def test_the_way_to_a_peer_is_found_without_other_tools() -> None:
         pytest.skip("this machine has no network; un-skip: ip link add dummy0 type dummy")
     address, device = next(iter(own.items()))
 
-    assert probe_route(address) == (address, device)
-    assert probe_device(device) == (address, device)
+    assert probe_address(address, None) == (address, device)
+    assert probe_address("peer", device) == (address, device)
 
 
 def test_a_name_that_leads_nowhere_and_a_device_that_is_not_there() -> None:
-    with pytest.raises(SetupError, match="finds no way"):
-        probe_route("no-such-node.invalid")
+    with pytest.raises(SetupError, match="finds no route"):
+        probe_address("no-such-node.invalid", None)
     with pytest.raises(SetupError, match="no network device"):
-        probe_device("nosuch0")
+        probe_address("peer", "nosuch0")
 
 
 def test_the_module_prints_address_and_device_or_one_message() -> None:
-    command = [sys.executable, "-m", "tightfit.clusters.slurm.address", "peer", "lo"]
+    command = [sys.executable, "-m", "tightfit.clusters.nodes", "peer", "lo"]
     assert subprocess.check_output(command, text=True) == "127.0.0.1 lo\n"
 
     failed = subprocess.run([*command[:-1], "nosuch0"], capture_output=True, text=True, check=False)
@@ -142,7 +142,8 @@ def test_a_batch_job_waits_for_the_lock_of_a_node_that_died(
     fcntl.flock(handle, fcntl.LOCK_EX)
     with pytest.raises(UsageError), lock_run(run):
         pass
-    monkeypatch.setattr("time.sleep", lambda _seconds: os.close(handle))
+    # By its own descriptor: a thread of another test may sleep meanwhile.
+    monkeypatch.setattr("time.sleep", lambda _seconds: fcntl.flock(handle, fcntl.LOCK_UN))
     with lock_run(run, wait_seconds=60):
         pass
 

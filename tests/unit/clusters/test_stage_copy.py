@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 from stage_cases import BLOCK, digest, flip_byte, make_nodes, make_source, stage
 
-from tightfit.clusters.staging import transfer
+from tightfit.clusters.staging import CopyMethod, transfer
 from tightfit.clusters.staging.agent import Agent
-from tightfit.clusters.staging.cost import CopyMethod
 from tightfit.clusters.staging.home import lock_model
 from tightfit.clusters.staging.stage import Stager, StageRequest, describe_source, measure_rates
 from tightfit.clusters.staging.store import Store
@@ -143,7 +142,7 @@ def start_agent() -> subprocess.Popen[bytes]:
 
 def tell(agent: subprocess.Popen[bytes], op: str, **arguments: Any) -> None:
     assert agent.stdin is not None
-    agent.stdin.write(json.dumps({"id": 1, "op": op, "arguments": arguments}).encode() + b"\n")
+    agent.stdin.write(json.dumps({"id": 1, "do": op, "given": arguments}).encode() + b"\n")
     agent.stdin.flush()
 
 
@@ -151,7 +150,7 @@ def hear(agent: subprocess.Popen[bytes]) -> Any:
     assert agent.stdout is not None
     while "id" not in (reported := json.loads(agent.stdout.readline())):
         pass
-    return reported["reply"]
+    return reported["answer"]
 
 
 def copy_and_kill(source: Path, place: Path, *, num_blocks: int) -> None:

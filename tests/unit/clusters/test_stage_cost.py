@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tightfit.clusters.staging import CopyMethod
 from tightfit.clusters.staging.cost import (
     BETTER_FRACTION,
     MAX_BLOCK_BYTES,
     MIN_BLOCK_BYTES,
     CopyLoad,
-    CopyMethod,
     CopyRates,
     choose_block_bytes,
     choose_method,
@@ -80,7 +80,7 @@ def test_faster_links_and_smaller_models_never_take_longer(
 ) -> None:
     assert rates.link is not None
     before = estimate_seconds(load, rates)
-    faster = estimate_seconds(load, replace(rates, link=rates.link * factor))
+    faster = estimate_seconds(load, rates.model_copy(update={"link": rates.link * factor}))
     smaller = estimate_seconds(
         replace(load, direct_bytes=load.direct_bytes // 2, head_bytes=load.head_bytes // 2), rates
     )

@@ -24,7 +24,8 @@ from tightfit.clusters.staging.home import (
     lock_model,
     read_free_space,
 )
-from tightfit.clusters.staging.resolve import agent_command, choose_target, find_nodes
+from tightfit.clusters.staging.nodes import agent_command, find_nodes
+from tightfit.clusters.staging.stage import choose_target
 from tightfit.core.errors import NotFoundError, SetupError, UsageError
 from tightfit.core.units import GIB
 from tightfit.hardware.slurm import NODES_COMMAND
@@ -214,10 +215,9 @@ def test_which_nodes_are_meant() -> None:
         return rows if tuple(words[: len(NODES_COMMAND)]) == NODES_COMMAND else ""
 
     def find(nodes: str | None, on: str | None, **environ: str) -> tuple[tuple[str, ...], str]:
-        way = find_nodes(
+        return find_nodes(
             nodes=nodes, on=on, site=Site(), environ=environ, num_bytes=GIB, run=answer
         )
-        return way.nodes, way.prefix
 
     assert find(None, None) == ((), "")
     assert find("x[1-2]", None)[0] == ("x1", "x2")

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from tightfit.core.locks import locked_file, open_locked, take_lock
+from tightfit.core.files import locked_file, open_locked, take_lock
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from tightfit.core.locks import locked_file
+from tightfit.core.files import locked_file
 with locked_file(Path(sys.argv[1])):
     print("held", flush=True)
     time.sleep(float(sys.argv[2]))

@@ -1,4 +1,4 @@
-"""Recipes: what they mean, and that every fault is one readable message."""
+"""Recipes: what they mean, and that every error is one readable message."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from tightfit.core.attention import Attention
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError, NotFoundError, UserError
 from tightfit.core.recipe import TOP_LEVEL_HOMES, Recipe, StrategyOverrides, read_recipe
-from tightfit.core.strategy import RENAMED_SETTINGS, Attention, Method, Strategy
+from tightfit.core.settings import RENAMED_SETTINGS, Method
+from tightfit.core.strategy import Strategy
 
 Write = Callable[[str], Path]
 EXAMPLE = Path(__file__).parents[3] / "docs" / "recipe.example.yaml"
@@ -34,7 +36,7 @@ def write(tmp_path: Path) -> Write:
     return _write
 
 
-def fault_of(path: Path) -> str:
+def error_of(path: Path) -> str:
     with pytest.raises(InvalidInputError) as caught:
         read_recipe(path)
     assert caught.value.remedy
@@ -100,8 +102,20 @@ def test_paths_start_at_the_recipe_and_absolute_ones_stay(write: Write, tmp_path
     recipe = read_recipe(write("model: ./base\ndata: [in/a.txt, /data/b.txt]\noutput: out\n"))
 
     assert recipe.model == str(tmp_path / "base")
-    assert recipe.training_paths == (tmp_path / "in/a.txt", Path("/data/b.txt"))
+    assert [item.path for item in recipe.data] == [str(tmp_path / "in/a.txt"), "/data/b.txt"]
     assert recipe.output == str(tmp_path / "out")
+
+
+def test_paths_through_a_parent_are_short_but_never_lead_elsewhere(
+    write: Write, tmp_path: Path
+) -> None:
+    (tmp_path / "far" / "inner").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "far" / "inner")
+    recipe = read_recipe(write("model: ./x/../base\ndata: [link/../rows.jsonl]\noutput: ../out\n"))
+
+    assert recipe.model == str(tmp_path / "base")
+    assert Path(recipe.data[0].path).resolve() == tmp_path / "far" / "rows.jsonl"
+    assert recipe.output == str(tmp_path.parent / "out")
 
 
 def test_hub_ids_are_no_paths(write: Write) -> None:
@@ -137,7 +151,9 @@ def test_overrides_come_in_the_types_of_strategy(write: Write) -> None:
 
 
 def test_every_strategy_field_has_exactly_one_home_in_a_recipe() -> None:
-    assert set(StrategyOverrides.model_fields) | set(TOP_LEVEL_HOMES) == set(Strategy.model_fields)
+    assert set(StrategyOverrides.model_fields) | set(TOP_LEVEL_HOMES) == set(
+        Strategy.model_fields
+    ) - {"trainer"}
     assert not set(StrategyOverrides.model_fields) & set(TOP_LEVEL_HOMES)
 
 
@@ -179,19 +195,19 @@ def test_auto_and_empty_mean_unstated(write: Write, text: str) -> None:
         ("seed: 0x" + "f" * 6000, ["seed", "large"]),
     ],
 )
-def test_a_fault_names_place_expectation_and_finding(
+def test_an_error_names_place_expectation_and_finding(
     write: Write, text: str, words: list[str]
 ) -> None:
-    problem = fault_of(write(f"model: m\n{text}\n"))
+    problem = error_of(write(f"model: m\n{text}\n"))
 
-    assert problem.splitlines()[0].endswith("has 1 fault:")
+    assert problem.splitlines()[0].endswith("has 1 error:")
     assert [word for word in words if word not in problem] == []
 
 
-def test_all_faults_are_reported_at_once(write: Write) -> None:
-    lines = fault_of(write("modle: m\nseq_len: x\nlora:\n  rank: -4\n  alfa: 2\n")).splitlines()
+def test_all_errors_are_reported_at_once(write: Write) -> None:
+    lines = error_of(write("modle: m\nseq_len: x\nlora:\n  rank: -4\n  alfa: 2\n")).splitlines()
 
-    assert lines[0].endswith("has 5 faults:")
+    assert lines[0].endswith("has 5 errors:")
     assert [line.split(":")[0].strip() for line in lines[2:]] == [
         "line 1",
         "line 2",
@@ -220,7 +236,7 @@ def test_all_faults_are_reported_at_once(write: Write) -> None:
     ],
 )
 def test_what_is_not_yaml_says_where(write: Write, text: str, words: list[str]) -> None:
-    problem = fault_of(write(text))
+    problem = error_of(write(text))
 
     assert [word for word in words if word not in problem] == []
 
@@ -228,7 +244,7 @@ def test_what_is_not_yaml_says_where(write: Write, text: str, words: list[str]) 
 def test_an_alias_bomb_is_refused_at_once(write: Write) -> None:
     levels = [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 20)]
 
-    assert "alias" in fault_of(write("\n".join(["a0: &a0 x", *levels])))
+    assert "alias" in error_of(write("\n".join(["a0: &a0 x", *levels])))
 
 
 def test_files_that_are_no_recipes(tmp_path: Path) -> None:
@@ -236,10 +252,10 @@ def test_files_that_are_no_recipes(tmp_path: Path) -> None:
     big.write_text("model: m\n" + "# filler\n" * 100_000)
     latin.write_bytes("model: m\non: caf\u00e9".encode("latin-1"))
 
-    assert "larger" in fault_of(big)
-    assert "line 2 is not UTF-8" in fault_of(latin)
-    assert "not a file" in fault_of(tmp_path)
-    assert "null" in fault_of(Path("a\0b.yaml"))
+    assert "larger" in error_of(big)
+    assert "line 2 is not UTF-8" in error_of(latin)
+    assert "not a file" in error_of(tmp_path)
+    assert "null" in error_of(Path("a\0b.yaml"))
 
 
 def test_a_missing_recipe_suggests_its_neighbour(write: Write, tmp_path: Path) -> None:
@@ -250,7 +266,7 @@ def test_a_missing_recipe_suggests_its_neighbour(write: Write, tmp_path: Path) -
 
 
 def test_messages_hold_no_control_characters(write: Write) -> None:
-    problem = fault_of(write('model: m\n"\\e[31mred": 1\nmethod: "\\a\\u202e"\n'))
+    problem = error_of(write('model: m\n"\\e[31mred": 1\nmethod: "\\a\\u202e"\n'))
 
     assert all(char.isprintable() or char == "\n" for char in problem)
 
@@ -321,11 +337,11 @@ def test_a_number_of_rows_needs_no_quotes(write: Write) -> None:
     text = "model: gpt2\ndata:\n  - path: a.jsonl\n    take: 500\n"
 
     assert read_recipe(write(text)).data[0].take == "500"
-    assert "`data[0].take`" in fault_of(write(text.replace("500", "true")))
+    assert "`data[0].take`" in error_of(write(text.replace("500", "true")))
 
 
 def test_adapters_need_a_place(write: Write) -> None:
-    assert "`lora.targets`" in fault_of(write("model: gpt2\nlora:\n  targets: []\n"))
+    assert "`lora.targets`" in error_of(write("model: gpt2\nlora:\n  targets: []\n"))
 
 
 @pytest.mark.parametrize(("old", "new"), RENAMED_SETTINGS.items())

@@ -11,9 +11,8 @@ import pytest
 
 from machine_pace import allow
 from tightfit.core.errors import InvalidInputError
-from tightfit.data.profile import profile_dataset
-from tightfit.data.streams import ReadProgress
-from tightfit.data.token_counts import TOKENS_PER_MESSAGE, TOKENS_PER_ROW
+from tightfit.data.profile import TOKENS_PER_MESSAGE, TOKENS_PER_ROW, profile_dataset
+from tightfit.data.readers import ReadProgress
 
 NEEDS = "un-skip with: pip install 'tightfit[data]'"
 FRAME = 2 * TOKENS_PER_MESSAGE + TOKENS_PER_ROW
@@ -87,7 +86,7 @@ def test_files_of_different_formats_mix(tmp_path: Path) -> None:
     assert not profile.is_exact
 
 
-def test_mixed_keys_inside_one_file_are_a_fault(tmp_path: Path) -> None:
+def test_mixed_keys_inside_one_file_are_an_error(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "a.jsonl", [(3, 3)] * 5)
     path.write_text(path.read_text() + '\n{"instruction": "x", "output": "y"}\n')
 
@@ -158,7 +157,7 @@ def test_ten_thousand_rows_in_a_moment_with_progress(tmp_path: Path) -> None:
         seen.append(state.num_rows)
 
     started = time.process_time()
-    profile = profile_dataset(path, seq_len=2048, watch=watch)
+    profile = profile_dataset(path, seq_len=2048, progress=watch)
 
     assert time.process_time() - started < allow(1.5)
     assert seen == sorted(seen)

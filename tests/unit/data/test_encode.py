@@ -1,4 +1,4 @@
-"""Whole datasets encoded: stores, splits, cache, and every fault at once."""
+"""Whole datasets encoded: stores, splits, cache, and every error at once."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from chat_models import byte_level, make_model, save_model
 
 from tightfit.core.errors import InvalidInputError, SetupError
 from tightfit.core.files import cache_folder
-from tightfit.core.training import DataSource, TrainOn
+from tightfit.core.settings import TrainOn
+from tightfit.core.strategy import DataSource
 from tightfit.data.encode import EncodedDataset, EncodeRequest, encode_dataset
 from tightfit.data.profile import profile_dataset, profile_from_store
-from tightfit.data.report import list_segments
 from tightfit.data.token_store import TokenStore, epoch_rows
-from tightfit.data.tokenizer import load_tokenizer
+from tightfit.data.tokenizer import ChatTokenizer, load_tokenizer
 
 
 @pytest.fixture
@@ -55,6 +55,26 @@ def encode(folder: Path, *sources: Path | DataSource, **options: Any) -> Encoded
 def texts(store: TokenStore, folder: Path) -> list[str]:
     tokenizer = load_tokenizer(folder)
     return [tokenizer.decode(store.row(i).tokens.tolist()) for i in range(len(store))]
+
+
+def list_segments(
+    store: TokenStore, index: int, tokenizer: ChatTokenizer
+) -> list[tuple[str, bool]]:
+    """A row as stretches of text that are trained or not."""
+    row = store.row(index)
+    tokens, flags = row.tokens.tolist(), row.trained.tolist()
+    ends = [at for at in range(1, len(flags)) if flags[at] != flags[at - 1]] + [len(flags)]
+    segments: list[tuple[str, bool]] = []
+    start, before = 0, ""
+    for end in ends:
+        if store.description.is_encoder_decoder:  # two texts, not one
+            segments.append((tokenizer.decode(tokens[start:end]), flags[start]))
+        else:  # differences of decoded prefixes, so that blanks at the seams stay
+            text = tokenizer.decode(tokens[:end])
+            segments.append((text[len(before) :], flags[start]))
+            before = text
+        start = end
+    return segments
 
 
 def test_rows_masks_and_places(folder: Path, tmp_path: Path) -> None:
@@ -112,7 +132,7 @@ def test_separate_evaluation_data_and_what_is_in_both(folder: Path, tmp_path: Pa
     assert encoded.eval.place(0) == f"{held} line 1"
 
 
-def test_every_fault_at_once(folder: Path, tmp_path: Path) -> None:
+def test_every_error_at_once(folder: Path, tmp_path: Path) -> None:
     rows = [
         *pairs(2),
         "{broken",
@@ -131,7 +151,7 @@ def test_every_fault_at_once(folder: Path, tmp_path: Path) -> None:
     assert problem.startswith("3 rows cannot be trained on")
     for line in (3, 4, 7):
         assert f"{path} line {line}" in problem
-    report = encode(folder, path, skip_faulty=True).report
+    report = encode(folder, path, skip_invalid=True).report
     kinds = {finding.kind: finding.num_rows for finding in report.findings}
     assert kinds == {"unreadable": 3, "empty-answer": 2, "duplicate": 1}
     assert report.num_dropped == 5
@@ -139,7 +159,7 @@ def test_every_fault_at_once(folder: Path, tmp_path: Path) -> None:
     assert twin.shown == (f"{path} line 9: same as {path} line 1",)
 
 
-def test_many_faults_are_counted_not_listed(folder: Path, tmp_path: Path) -> None:
+def test_many_errors_are_counted_not_listed(folder: Path, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [*pairs(1), *["{"] * 500])
 
     with pytest.raises(InvalidInputError) as caught:
@@ -273,7 +293,7 @@ def test_two_processes_at_once(folder: Path, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", pairs(300))
     program = (
         "import sys; from pathlib import Path\n"
-        "from tightfit.core.training import DataSource\n"
+        "from tightfit.core.strategy import DataSource\n"
         "from tightfit.data.encode import EncodeRequest, encode_dataset\n"
         "data, model, cache = sys.argv[1:]\n"
         "made = encode_dataset(EncodeRequest(sources=[DataSource(path=data)], seq_len=64,\n"
@@ -300,7 +320,7 @@ def test_an_interrupted_encoding_leaves_nothing_to_be_found(folder: Path, tmp_pa
         sources=[DataSource(path=str(path))], model_folder=folder, seq_len=64, cache=tmp_path / "c"
     )
     with pytest.raises(KeyboardInterrupt):
-        encode_dataset(request, watch=stop)
+        encode_dataset(request, progress=stop)
     assert list((tmp_path / "c" / "tokens").iterdir()) == []
 
 
@@ -311,7 +331,7 @@ def test_progress_is_told(folder: Path, tmp_path: Path) -> None:
         sources=[DataSource(path=str(path))], model_folder=folder, seq_len=64, cache=tmp_path / "c"
     )
 
-    encode_dataset(request, watch=seen.append)
+    encode_dataset(request, progress=seen.append)
 
     assert (seen[-1].num_rows, seen[-1].fraction) == (100, 1.0)
 
@@ -427,7 +447,7 @@ def test_a_full_or_forbidden_disk_is_a_message(
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("tightfit.data.token_store.os.fsync", full)
+    monkeypatch.setattr("tightfit.data.token_store.StoreWriter.write_store", full)
     with pytest.raises(SetupError, match="disk is full"):
         encode(folder, path)
     shutil.rmtree(folder.parent / "cache")

@@ -16,10 +16,10 @@ pytest.importorskip("jinja2", reason="un-skip with: pip install 'tightfit[data]'
 
 from chat_models import CHATML, KINDS, STOP_OF, make_model
 
-from tightfit.core.training import TrainOn
+from tightfit.core.settings import TrainOn
+from tightfit.data.encode import EncoderOptions, Example, RowEncoder, mask_tokens
 from tightfit.data.formats import Message
 from tightfit.data.report import DataIssues
-from tightfit.data.row_encoder import EncoderOptions, Example, RowEncoder, mask_tokens
 from tightfit.data.templates import (
     ChatRenderer,
     Span,
@@ -117,7 +117,7 @@ def test_history_that_is_rewritten_makes_one_row_per_answer() -> None:
     assert "I guess" not in second
     assert "<|im_start|>assistant\nParis.<|im_end|>" in second
     assert encoder.renderer is not None
-    assert encoder.renderer.counts.num_split == 1
+    assert encoder.counts["split"] == 1
 
 
 def test_prompt_that_opens_the_answer_itself(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_system_text_is_folded_where_the_template_has_no_such_role() -> None:
     text = tokenizer.decode(row.tokens.tolist())
     assert "user\nBe brief.\n\nWhat is the capital of France?<end_of_turn>" in text
     assert encoder.renderer is not None
-    assert encoder.renderer.counts.num_folded_systems == 1
+    assert encoder.counts["folded-system"] == 1
 
 
 def test_a_refusal_is_a_finding_in_the_templates_words() -> None:
@@ -178,7 +178,7 @@ def test_an_answer_before_any_question(tmp_path: Path) -> None:
     assert trained_texts(row, tokenizer) == answers
     assert trained_texts(guarded, tokenizer) == answers[1:]
     assert encoder.renderer is not None
-    assert encoder.renderer.counts.num_unprompted == 1
+    assert encoder.counts["unprompted"] == 1
     assert none == []
     assert findings.count("empty-answer") == 1
 
@@ -290,7 +290,7 @@ def test_a_template_without_stop_token_gets_one(tmp_path: Path) -> None:
     # without a generation prompt the role belongs to what must be said
     assert trained_texts(row, tokenizer) == [f"assistant: {CHAT[1].content}\n<|im_end|>"]
     assert encoder.renderer is not None
-    assert encoder.renderer.counts.num_appended_stops == 1
+    assert encoder.counts["appended-stop"] == 1
 
 
 def test_a_token_across_the_border_is_not_trained() -> None:
@@ -318,7 +318,7 @@ def test_truncation_keeps_the_head_and_drops_rows_without_answer() -> None:
     assert dropped.count("answer-cut-off") == 1
 
 
-def test_faults_in_templates_have_lines(tmp_path: Path) -> None:
+def test_errors_in_templates_have_lines(tmp_path: Path) -> None:
     from tightfit.core.errors import InvalidInputError, NotFoundError
 
     own = tmp_path / "own.jinja"

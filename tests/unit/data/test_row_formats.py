@@ -12,12 +12,9 @@ from tightfit.data.formats import (
     FORMATS,
     Message,
     Turns,
-    format_named,
     recognise_format,
-    to_messages,
-    to_turns,
 )
-from tightfit.data.streams import Row
+from tightfit.data.readers import Row
 
 
 def row_of(values: dict[str, Any]) -> Row:
@@ -97,11 +94,11 @@ def test_rows_are_recognised_and_split(values: dict[str, Any], name: str, turns:
     row_format = recognise_format(row)
 
     assert row_format.name == name
-    assert to_turns(row, row_format) == turns
+    assert row_format.to_turns(row) == turns
 
 
 def test_the_cases_cover_every_format() -> None:
-    assert {name for _, name, _ in CASES} == {item.name for item in FORMATS}
+    assert {name for _, name, _ in CASES} == set(FORMATS)
 
 
 def test_messages_keep_order_and_roles() -> None:
@@ -109,7 +106,7 @@ def test_messages_keep_order_and_roles() -> None:
         {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
     )
 
-    assert to_messages(row, format_named("chat")) == [
+    assert FORMATS["chat"].to_messages(row) == [
         Message("user", "a"),
         Message("assistant", "b"),
     ]
@@ -119,7 +116,7 @@ def test_a_tool_call_without_content_counts_its_call() -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "find"}}]}
     row = row_of({"messages": [{"role": "user", "content": "a"}, call]})
 
-    assert "find" in to_turns(row, format_named("chat")).answer
+    assert "find" in FORMATS["chat"].to_turns(row).answer
 
 
 def test_unknown_keys_are_listed_with_near_ones() -> None:
@@ -131,7 +128,7 @@ def test_unknown_keys_are_listed_with_near_ones() -> None:
     assert "`instuction`: did you mean `instruction`?" in problem
     assert "`outputs`: did you mean `output`?" in problem
     assert "\x1b" not in problem
-    assert all(item.name in caught.value.remedy for item in FORMATS)
+    assert all(name in caught.value.remedy for name in FORMATS)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +158,7 @@ def test_unknown_keys_are_listed_with_near_ones() -> None:
 )
 def test_broken_rows_name_their_place(name: str, values: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(InvalidInputError) as caught:
-        to_turns(row_of(values), format_named(name))
+        FORMATS[name].to_turns(row_of(values))
 
     assert "train.jsonl line 7" in caught.value.problem
     assert [word for word in words if word not in caught.value.problem] == []
@@ -172,7 +169,7 @@ def test_reasoning_stands_before_the_answer_it_led_to(tmp_path: Path) -> None:
     asked = {"role": "user", "content": "2 + 2?", "thinking": "ignored"}
     row = Row({"messages": [asked, answer]}, tmp_path, 1, "line")
 
-    messages = to_messages(row, recognise_format(row))
+    messages = recognise_format(row).to_messages(row)
 
     assert messages[0].content == "2 + 2?"
     assert messages[1].content == "<think>\n2 and 2\n</think>\n\n4"

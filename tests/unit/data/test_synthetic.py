@@ -6,9 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from tightfit.core.data_profile import DataProfile
+from tightfit.core.profiles import DataProfile
 from tightfit.data.profile import profile_from_store
-from tightfit.data.synthetic import MAX_SYNTHETIC_TOKENS, count_rows, draw_lengths, write_synthetic
+from tightfit.data.token_store import (
+    MAX_SYNTHETIC_TOKENS,
+    count_rows,
+    draw_lengths,
+    write_synthetic,
+)
 
 ROWS = DataProfile(
     source="rows.jsonl",

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tightfit.core.errors import InvalidInputError, NotFoundError
-from tightfit.core.training import DataSource
+from tightfit.core.strategy import DataSource
+from tightfit.data.readers import ReadMeter
 from tightfit.data.sources import open_source, parse_row_slice, read_source
-from tightfit.data.streams import ReadMeter
 
 
 def write(path: Path, num_rows: int = 50, start: int = 0) -> Path:

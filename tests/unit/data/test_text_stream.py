@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from small_models import SENTENCES, make_tokenizer
-from tightfit.data.prompter import Prompter, TextStream
+from tightfit.data.templates import Prompter, TextStream
 from tightfit.data.tokenizer import load_tokenizer
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"

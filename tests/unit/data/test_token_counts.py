@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tightfit.core.errors import InvalidInputError
-from tightfit.data.token_counts import find_tokenizer, guess_tokens, token_counter
+from tightfit.data.profile import find_tokenizer, guess_tokens, token_counter
 
 NEEDS = "un-skip with: pip install 'tightfit[data]'"
 

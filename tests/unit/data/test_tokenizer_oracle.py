@@ -23,9 +23,9 @@ from chat_models import (
     sentencepiece_like,
 )
 
-from tightfit.core.training import TrainOn
+from tightfit.core.settings import TrainOn
+from tightfit.data.encode import mask_tokens
 from tightfit.data.formats import Message
-from tightfit.data.row_encoder import mask_tokens
 from tightfit.data.templates import ChatRenderer, choose_template, fold_system, list_templates
 from tightfit.data.tokenizer import ChatTokenizer, load_tokenizer
 

@@ -108,14 +108,14 @@ def test_closing_a_stream_cancels() -> None:
     assert puppet.handed[0].is_cancelled
 
 
-def test_a_fault_is_raised() -> None:
-    class Faulty(Puppet):
+def test_an_error_is_raised() -> None:
+    class Invalid(Puppet):
         def submit(self, request: Request, listener: Listener) -> Handed:
             listener(Failed(error=ArithmeticError("no")))
             return super().submit(request, listener)
 
     with pytest.raises(ArithmeticError):
-        answer(as_engine(Faulty()), *requests(1))
+        answer(as_engine(Invalid()), *requests(1))
     with pytest.raises(InvalidInputError):
         answer(as_engine(Puppet()), *requests(13))
 

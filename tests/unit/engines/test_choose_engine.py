@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
+import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,27 +14,21 @@ import pytest
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import SetupError, UsageError
 from tightfit.engines.open import (
+    RECORDS,
     EngineChoice,
     EngineRequest,
     InstalledEngines,
     choose_engine,
+    open_engine,
     read_gptq_bits,
 )
-from tightfit.runtime.artefacts import Artefact, ArtefactKind
+from tightfit.runtime.model_files import Artefact, ArtefactKind
 
-ALL = InstalledEngines(has_transformers=True, has_llama=True, has_vllm=True)
-HERE = InstalledEngines(has_transformers=True, has_llama=True, has_vllm=False)
-GPU_BOX = InstalledEngines(
-    has_transformers=True,
-    has_llama=True,
-    has_vllm=True,
-    gpu_names=("NVIDIA H100", "NVIDIA H100"),
-    num_torch_gpus=2,
-    num_llama_gpus=2,
-)
-HALF_INSTALLED = InstalledEngines(
-    has_transformers=True, has_llama=True, has_vllm=False, gpu_names=("NVIDIA H100",)
-)
+EVERY = frozenset(RECORDS)
+ALL = InstalledEngines(engines=EVERY)
+HERE = InstalledEngines(engines=EVERY - {"vllm"})
+GPU_BOX = InstalledEngines(engines=EVERY, gpu_names=("NVIDIA H100", "NVIDIA H100"), num_gpus=2)
+HALF_INSTALLED = InstalledEngines(engines=EVERY - {"vllm"}, gpu_names=("NVIDIA H100",))
 
 
 def choose(
@@ -39,7 +36,7 @@ def choose(
 ) -> EngineChoice:
     artefact = Artefact(name="it", kind=kind, path=Path("it"), tokenizer=Path("it"))
     request = EngineRequest(artefact=artefact, **asked)
-    return choose_engine(artefact, request, installed, gptq_bits=bits)
+    return choose_engine(request, installed, gptq_bits=bits)
 
 
 @pytest.mark.parametrize("kind", [k for k in ArtefactKind if k is not ArtefactKind.GGUF])
@@ -138,7 +135,7 @@ def test_contradictions_are_refused(kind: ArtefactKind, asked: dict[str, Any], w
 def test_what_is_missing_comes_with_how_to_get_it(
     kind: ArtefactKind, engine: str, remedy: str
 ) -> None:
-    bare = InstalledEngines(has_transformers=False, has_llama=False, has_vllm=False)
+    bare = InstalledEngines(engines=frozenset())
     with pytest.raises(SetupError, match="not installed") as caught:
         choose(kind, bare, engine=engine)
     assert remedy in caught.value.remedy
@@ -151,3 +148,26 @@ def test_bits_are_read_from_the_folders_config(tmp_path: Path) -> None:
     assert read_gptq_bits(artefact) == 3
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     assert read_gptq_bits(artefact) is None
+
+
+def test_a_new_engine_is_one_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[tuple[EngineRequest, str]] = []
+    module = types.ModuleType("toy_engine")
+    module.open_toy = lambda request, *, why: opened.append((request, why))  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "toy_engine", module)
+    toy = replace(
+        RECORDS["transformers"],
+        name="toy",
+        opener="toy_engine:open_toy",
+        is_installed=lambda: True,
+        check=lambda _request, _gptq_bits: None,
+        count_gpus=lambda: 0,
+    )
+    monkeypatch.setitem(RECORDS, "toy", toy)
+    artefact = Artefact(name="it", kind=ArtefactKind.MODEL, path=tmp_path, tokenizer=tmp_path)
+
+    open_engine(EngineRequest(artefact=artefact, engine="toy", device="cpu", needs_logits=True))
+
+    ((request, why),) = opened
+    assert (request.engine, request.device) == ("toy", "cpu")
+    assert why == "toy, as asked; on the CPU, as asked."

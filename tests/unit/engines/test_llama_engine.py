@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from small_models import make_llama
+from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError, SetupError, UserError
 from tightfit.core.sampling import Sampling
 from tightfit.engines.open import EngineRequest, open_engine
@@ -27,8 +28,8 @@ from tightfit.engines.protocol import (
     answer_all,
     stream,
 )
-from tightfit.export.convert import GgufRequest, convert_to_gguf
-from tightfit.runtime.artefacts import Artefact, find_artefact
+from tightfit.export.convert import convert_to_gguf
+from tightfit.runtime.model_files import Artefact, find_artefact
 
 CONTEXT = 256
 PROMPTS = [tuple(10 + (7 * n + 3 * k) % 300 for k in range(5 + n % 9)) for n in range(20)]
@@ -44,7 +45,7 @@ def artefact(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TIGHTFIT_CACHE", str(tmp_path_factory.mktemp("cache")))
         target = tmp_path_factory.mktemp("gguf") / "small.gguf"
-        convert_to_gguf(GgufRequest(source=folder, target=target, dtype="f32"))
+        convert_to_gguf(folder, target, dtype=Dtype.FP32)
         yield find_artefact(str(target))
 
 

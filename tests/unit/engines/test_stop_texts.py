@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tightfit.engines.llama_cpp import StopTextFilter
+from tightfit.data.templates import StopTextFilter
 
 LETTERS = st.text(alphabet="ab<|>", max_size=30)
 STOPS = st.lists(st.text(alphabet="ab<|>", max_size=4), max_size=3)

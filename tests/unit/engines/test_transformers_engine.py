@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from asked_batch import Collector, generate
 
+from engine_batches import Collector, generate
 from small_models import make_llama
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError, UserError
@@ -20,7 +20,7 @@ from tightfit.core.sampling import Sampling
 from tightfit.engines.open import EngineRequest
 from tightfit.engines.protocol import Delta, Engine, FinishReason, Request
 from tightfit.engines.transformers.engine import open_transformers
-from tightfit.runtime.artefacts import Artefact, ArtefactKind, find_artefact
+from tightfit.runtime.model_files import Artefact, ArtefactKind, find_artefact
 
 library: Any = transformers
 PROMPT = tuple(range(10, 40))

@@ -2,96 +2,25 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
-from asked_batch import Collector, generate
 
+from engine_batches import FAMILIES, Collector, ask, generate, make_model, make_prompts, open_batch
 from small_models import make_tokenizer
 from tightfit.core.errors import DoesNotFitError, InvalidInputError
 from tightfit.core.sampling import Sampling
-from tightfit.data.prompter import Prompter
+from tightfit.data.templates import Prompter
 from tightfit.data.tokenizer import load_tokenizer
 from tightfit.engines.protocol import Event, FinishReason, Request
 from tightfit.engines.transformers.batch import (
-    ContinuousBatcher,
     RunningAnswer,
     choose_tokens,
     draw_uniform,
 )
-from tightfit.engines.transformers.engine import kv_bytes_per_token
-from tightfit.engines.transformers.rows import BatchRows, open_rows
-
-library: Any = transformers
-
-SMALL: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 382,
-    "max_position_embeddings": 512,
-    "initializer_range": 0.4,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 3,
-}
-_NARROW = {"sliding_window": 16}
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", {}),
-    "mistral": ("Mistral", _NARROW),
-    "qwen2": ("Qwen2", {}),
-    "qwen3": ("Qwen3", {"head_dim": 16}),
-    "gemma2": ("Gemma2", _NARROW | {"head_dim": 8}),
-    "gemma3": ("Gemma3Text", _NARROW | {"head_dim": 8, "sliding_window_pattern": 2}),
-    "phi3": ("Phi3", _NARROW),
-    "gpt2": ("GPT2", {"n_inner": 64, "num_key_value_heads": None}),
-    "bloom": ("Bloom", {"num_key_value_heads": None}),
-    "falcon": ("Falcon", {"alibi": False, "num_key_value_heads": None}),
-    "falcon alibi": ("Falcon", {"alibi": True, "num_key_value_heads": None}),
-    "t5": ("T5", {"d_model": 32, "d_ff": 64, "d_kv": 8, "num_layers": 2, "num_heads": 4}),
-    "bart": (
-        "Bart",
-        {
-            "d_model": 32,
-            "encoder_layers": 2,
-            "decoder_layers": 2,
-            "encoder_ffn_dim": 64,
-            "decoder_ffn_dim": 64,
-            "encoder_attention_heads": 4,
-            "decoder_attention_heads": 4,
-            "init_std": 0.4,
-            "decoder_start_token_id": 0,
-            "forced_eos_token_id": None,
-        },
-    ),
-}
-
-
-def make_model(family: str) -> Any:
-    name, changes = FAMILIES[family]
-    settings = {key: value for key, value in (SMALL | changes).items() if value is not None}
-    if name in ("T5", "Bart"):
-        settings = {k: v for k, v in settings.items() if k not in SMALL or k.endswith("token_id")}
-        settings["vocab_size"] = 382
-    if name == "T5":
-        settings |= {"decoder_start_token_id": 3, "initializer_factor": 3.0}
-    config = getattr(library, f"{name}Config")(**settings)
-    if name == "Gemma2":
-        config._attn_implementation = "eager"  # torch's own attention does not cap scores
-    kind = "ForConditionalGeneration" if config.is_encoder_decoder else "ForCausalLM"
-    kind = "LMHeadModel" if name == "GPT2" else kind
-    library.set_seed(7)
-    model = getattr(library, name.removesuffix("Text") + kind)(config)
-    model.generation_config.forced_eos_token_id = None
-    return model.eval()
+from tightfit.engines.transformers.engine import kv_bytes_per_token, open_rows
 
 
 @pytest.fixture(scope="module")
@@ -99,36 +28,6 @@ def prompter(tmp_path_factory: pytest.TempPathFactory) -> Prompter:
     folder: Path = tmp_path_factory.mktemp("tokenizer")
     make_tokenizer(folder)
     return Prompter(load_tokenizer(folder))
-
-
-def make_prompts(count: int, *, longest: int = 60, seed: int = 1) -> list[tuple[int, ...]]:
-    source = random.Random(seed)
-    return [
-        tuple(source.randrange(4, 380) for _ in range(source.randrange(1, longest)))
-        for _ in range(count)
-    ]
-
-
-@contextmanager
-def open_batch(rows: BatchRows, *, num_slots: int = 4) -> Iterator[ContinuousBatcher]:
-    batch = ContinuousBatcher(rows, num_slots=num_slots, prefill_tokens=128)
-    try:
-        yield batch
-    finally:
-        batch.close()
-
-
-def ask(
-    batch: ContinuousBatcher, prompter: Prompter, requests: list[Request], **also: Any
-) -> tuple[Collector, list[RunningAnswer]]:
-    collector = Collector()
-    answers = [
-        RunningAnswer(request, collector.listener(n, **also), prompter, max_context=512)
-        for n, request in enumerate(requests)
-    ]
-    for answer in answers:
-        batch.add(answer)
-    return collector, answers
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -266,10 +165,6 @@ class Stingy:
         self.num_refusals = 0
         self.widest = 0
 
-    @property
-    def num_rows(self) -> int:
-        return int(self._rows.num_rows)
-
     def _check(self, lengths: list[int]) -> None:
         if len(lengths) * max(lengths) > self._most_tokens:
             self.num_refusals += 1
@@ -327,20 +222,20 @@ def test_a_request_too_large_for_the_device_fails_alone(prompter: Prompter) -> N
         collector, _ = ask(batch, prompter, [small, large, growing, small])
         collector.wait()
 
-    assert isinstance(collector.fault(1), DoesNotFitError)
-    assert isinstance(collector.fault(2), DoesNotFitError)
+    assert isinstance(collector.error(1), DoesNotFitError)
+    assert isinstance(collector.error(2), DoesNotFitError)
     assert collector.done(0).num_new_tokens == collector.done(3).num_new_tokens <= 4
 
 
-def test_other_faults_reach_the_listener_and_the_batch_goes_on(prompter: Prompter) -> None:
+def test_other_errors_reach_the_listener_and_the_batch_goes_on(prompter: Prompter) -> None:
     model = make_model("llama")
 
-    class Faulty(Stingy):
+    class Invalid(Stingy):
         def _check(self, lengths: list[int]) -> None:
             if 40 in lengths:
                 raise RuntimeError("a kernel has failed")
 
-    rows = Faulty(open_rows(model, most_rows=4), most_tokens=0)
+    rows = Invalid(open_rows(model, most_rows=4), most_tokens=0)
     bad = Request(prompt=tuple(range(4, 44)))
     good = Request(prompt=(4, 5, 6), sampling=Sampling(max_new_tokens=3))
     with open_batch(rows) as batch:
@@ -349,7 +244,7 @@ def test_other_faults_reach_the_listener_and_the_batch_goes_on(prompter: Prompte
         after, _ = ask(batch, prompter, [good])
         after.wait()
 
-    assert "a kernel has failed" in str(collector.fault(0))
+    assert "a kernel has failed" in str(collector.error(0))
     assert after.done(0).num_new_tokens <= 3
 
 
@@ -361,7 +256,7 @@ def test_scores_that_are_no_numbers_are_named(prompter: Prompter) -> None:
         collector, _ = ask(batch, prompter, [Request(prompt=(4, 5, 6))])
         collector.wait()
 
-    error = collector.fault(0)
+    error = collector.error(0)
     assert isinstance(error, InvalidInputError)
     assert "NaN" in error.problem
 

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from asked_batch import generate
-from test_transformers_rows import ask, make_model, make_prompts, open_batch
 
+from engine_batches import ask, generate, make_model, make_prompts, open_batch
 from small_models import make_tokenizer
 from tightfit.core.sampling import Sampling
-from tightfit.data.prompter import Prompter
+from tightfit.data.templates import Prompter
 from tightfit.data.tokenizer import load_tokenizer
 from tightfit.engines.protocol import Request
 from tightfit.engines.transformers.cuda_graphs import SlotRows, supports_slots

@@ -16,7 +16,7 @@ from small_models import make_tokenizer
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError, SetupError, UserError
 from tightfit.core.sampling import Sampling
-from tightfit.data.prompter import Prompter
+from tightfit.data.templates import Prompter
 from tightfit.data.tokenizer import load_tokenizer
 from tightfit.engines.open import EngineRequest
 from tightfit.engines.protocol import (
@@ -33,7 +33,7 @@ from tightfit.engines.protocol import (
 from tightfit.engines.vllm import VllmEngine, open_vllm, plan_vllm, sampling_arguments
 from tightfit.models.config import read_config
 from tightfit.models.spec import ModelSpec
-from tightfit.runtime.artefacts import Artefact, ArtefactKind
+from tightfit.runtime.model_files import Artefact, ArtefactKind
 
 ENGINE_ARGS = {
     "model", "tokenizer", "skip_tokenizer_init", "trust_remote_code", "dtype", "max_model_len",

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 
-from tightfit.core.strategy import Method, Offload, Sharding, Strategy
+from tightfit.core.settings import Method, Offload, Sharding
+from tightfit.core.strategy import Strategy
 from tightfit.estimation.communication import (
+    BUCKET_BYTES,
     INSIDE_LATENCY_SECONDS,
     Links,
     Payload,
@@ -17,7 +19,6 @@ from tightfit.estimation.communication import (
     exposed_seconds,
     find_links,
     gather_seconds,
-    reduce_seconds,
 )
 from tightfit.hardware.catalogue import find_gpu
 from tightfit.hardware.types import Node
@@ -40,9 +41,11 @@ def test_ring_moves_all_but_its_own_share() -> None:
 
 
 def test_all_reduce_costs_two_gathers() -> None:
-    size = {"num_nodes": 2, "gpus_per_node": 4}
+    payload = PAYLOAD._replace(gradient_bytes=BUCKET_BYTES / 2)
+    ddp = estimate_transfers(job(Sharding.DDP, num_nodes=2, gpus_per_node=4), LINKS, payload)
+    gathered = gather_seconds(BUCKET_BYTES / 2, LINKS, num_nodes=2, gpus_per_node=4)
 
-    assert reduce_seconds(5e9, LINKS, **size) == 2 * gather_seconds(5e9, LINKS, **size)
+    assert ddp.last_backward == 2 * gathered
 
 
 def test_one_rank_sends_nothing() -> None:

@@ -18,7 +18,7 @@ from tightfit.hardware.rates import FP8_SUSTAINED_FRACTION, sustained_fp8_flops
 from tightfit.hardware.types import Gpu, Node
 from tightfit.models.resolve import resolve_model
 from tightfit.trace.operation_work import describe_operation
-from tightfit.trace.operations import FORWARD, MATMUL, Operation
+from tightfit.trace.result import FORWARD, MATMUL, Operation
 from tightfit.trace.traced_time import DeviceSeconds
 
 H200 = find_gpu("H200-SXM")

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from tightfit.core.strategy import Strategy
-from tightfit.core.training import Training
+from tightfit.core.strategy import Strategy, Training
 from tightfit.estimation.host_and_disk import estimate_disk_components
 from tightfit.estimation.weights import adapter_params
 from tightfit.models.resolve import resolve_model

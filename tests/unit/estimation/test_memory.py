@@ -7,14 +7,8 @@ from typing import Any
 import pytest
 
 from tightfit.core.dtypes import Dtype
-from tightfit.core.strategy import (
-    Loss,
-    Method,
-    Offload,
-    Quirks,
-    Sharding,
-    Strategy,
-)
+from tightfit.core.settings import Loss, Method, Offload, Sharding
+from tightfit.core.strategy import Quirks, Strategy
 from tightfit.core.units import GIB
 from tightfit.estimation.job import estimate_job, kv_cache_bytes
 from tightfit.estimation.memory import (

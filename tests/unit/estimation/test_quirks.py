@@ -7,9 +7,9 @@ from tightfit.estimation.activations import (
     ActivationBytes,
     estimate_activation_bytes,
     estimate_layer_bytes,
+    estimate_loss_bytes,
     list_layers,
 )
-from tightfit.estimation.loss import estimate_loss_bytes
 from tightfit.estimation.memory import estimate_moments, peak_moment
 from tightfit.estimation.state import estimate_state_bytes
 from tightfit.models.resolve import resolve_model

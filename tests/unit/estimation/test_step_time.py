@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from machine_pace import allow
-from tightfit.core.data_profile import DataProfile
+from tightfit.core.profiles import DataProfile
 from tightfit.core.strategy import Strategy
 from tightfit.estimation.result import StepTime
 from tightfit.estimation.step_time import estimate_step_time, padding_waste

@@ -5,11 +5,15 @@ from __future__ import annotations
 import pytest
 
 from tightfit.core.dtypes import Dtype
-from tightfit.core.strategy import Method, Sharding, Strategy
+from tightfit.core.settings import Method, Sharding
+from tightfit.core.strategy import Strategy
 from tightfit.core.units import GB, GIB
 from tightfit.estimation.memory import estimate_moments, peak_moment
-from tightfit.estimation.state import estimate_state_bytes
-from tightfit.estimation.zero_table import estimate_zero_table, largest_layer_params
+from tightfit.estimation.state import (
+    estimate_state_bytes,
+    estimate_zero_table,
+    largest_layer_params,
+)
 from tightfit.models.resolve import resolve_model
 from tightfit.models.spec import ModelSpec
 

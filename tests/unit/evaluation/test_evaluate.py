@@ -1,4 +1,4 @@
-"""The whole evaluation on a tiny model: columns, files, differences, faults."""
+"""The whole evaluation on a tiny model: columns, files, differences, errors."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from made_runs import make_plan
 from tightfit.cli.app import main
 from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError
-from tightfit.core.training import Training
+from tightfit.core.strategy import Training
 from tightfit.evaluation.evaluate import EvaluateRequest, evaluate_model
-from tightfit.evaluation.metrics import Metric
 from tightfit.evaluation.scored_models import find_eval_target
 from tightfit.evaluation.scores import AnswerRow, Scores, estimate_interval
 from tightfit.runs.run_folder import RunFolder
@@ -127,15 +126,9 @@ def test_answers_are_kept_for_people(run: RunFolder, sql_rows: Path) -> None:
 def test_gold_answers_score_full_marks(
     llama: Path, sql_rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tightfit.data.tokenizer import load_tokenizer
-
-    tokenizer = load_tokenizer(llama)
     gold = [json.loads(line)["answer"] for line in sql_rows.read_text().splitlines()]
     gold[3] = "SELECT  MAX(age)\nFROM pets"
-    monkeypatch.setattr(
-        "tightfit.evaluation.scored_models.generate_answers",
-        lambda *_: [tokenizer.encode(text) for text in gold],
-    )
+    monkeypatch.setattr("tightfit.evaluation.evaluate.generate_answers", lambda *_, **__: gold)
 
     scores = evaluate_model(
         EvaluateRequest(target=str(llama), data=str(sql_rows), save_to=tmp_path / "out")
@@ -183,7 +176,7 @@ def test_limit_takes_the_first_rows(llama: Path, sql_rows: Path) -> None:
             target=str(llama),
             data=str(sql_rows),
             limit=2,
-            metrics=(Metric.EXACT,),
+            metrics=("exact",),
             max_new_tokens=4,
         )
     )
@@ -198,9 +191,7 @@ def test_prompts_beyond_the_models_positions_are_told_of(llama: Path, tmp_path: 
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     scores = evaluate_model(
-        EvaluateRequest(
-            target=str(llama), data=str(path), metrics=(Metric.EXACT,), max_new_tokens=4
-        )
+        EvaluateRequest(target=str(llama), data=str(path), metrics=("exact",), max_new_tokens=4)
     )
 
     assert any("1 prompts are too long" in note for note in scores.notes)
@@ -217,7 +208,7 @@ def test_a_place_that_cannot_be_written_is_found_first(
     llama: Path, sql_rows: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "tightfit.evaluation.evaluate.open_scored_models", lambda *_, **__: pytest.fail("loaded")
+        "tightfit.evaluation.evaluate.open_engine", lambda *_: pytest.fail("loaded")
     )
     (tmp_path / "file").touch()
 
@@ -232,14 +223,14 @@ def test_plain_text_answers_nothing(llama: Path, tmp_path: Path) -> None:
     path.write_text(json.dumps({"text": "abc def"}) + "\n")
 
     with pytest.raises(InvalidInputError, match="asks for no answers"):
-        evaluate_model(EvaluateRequest(target=str(llama), data=str(path), metrics=(Metric.EXACT,)))
+        evaluate_model(EvaluateRequest(target=str(llama), data=str(path), metrics=("exact",)))
 
 
 def test_a_missing_database_is_found_before_anything_is_loaded(
     tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "tightfit.evaluation.evaluate.open_scored_models", lambda *_, **__: pytest.fail("loaded")
+        "tightfit.evaluation.evaluate.open_engine", lambda *_: pytest.fail("loaded")
     )
     path = tmp_path / "rows.jsonl"
     row = {"db_id": "zoo", "question": "How many?", "context": "", "answer": "SELECT 1"}
@@ -283,7 +274,7 @@ def test_the_command_shows_before_and_after(
         (["--data", "x.jsonl", "--limit", "0"], "--limit", 2),
     ],
 )
-def test_faults_of_the_command(
+def test_errors_of_the_command(
     llama: Path, words: list[str], said: str, code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["eval", str(llama), *words]) == code
@@ -318,7 +309,7 @@ def test_longer_rows_than_were_trained_are_scored_whole(run: RunFolder) -> None:
 def test_an_artefact_beside_is_scored_by_its_engine(
     run: RunFolder, llama: Path, sql_rows: Path, tmp_path: Path
 ) -> None:
-    """The base model once as training has it and once through an engine: the same numbers."""
+    """The base model as a column of the run and as an artefact of its own: the same numbers."""
     request = EvaluateRequest(
         target=str(run.path), data=str(sql_rows), beside=(str(llama),), save_to=tmp_path / "out"
     )

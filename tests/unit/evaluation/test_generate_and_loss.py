@@ -1,9 +1,11 @@
-"""Batched generation and loss against the library, one row at a time."""
+"""Answers and loss against the library, one row at a time."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +15,22 @@ import torch
 from eval_models import write_llama, write_t5
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from tightfit.core.training import DataSource
+from tightfit.core.strategy import DataSource
 from tightfit.data.encode import EncodeRequest, encode_dataset
+from tightfit.data.formats import Message
 from tightfit.data.token_store import TokenStore
-from tightfit.evaluation import model_outputs
-from tightfit.evaluation.model_outputs import (
+from tightfit.engines.open import EngineRequest, open_engine
+from tightfit.engines.protocol import Engine
+from tightfit.evaluation.scored_models import (
     MAX_LOGITS,
-    GenerateRequest,
+    Question,
     generate_answers,
     list_batches,
     measure_loss,
 )
+from tightfit.runtime.model_files import find_artefact
 
-PAD, STOP = 0, 3
+STOP = 3
 
 
 @pytest.fixture(autouse=True)
@@ -47,74 +52,45 @@ def load(auto: Any, folder: Path) -> Any:
     return auto.from_pretrained(folder).eval()
 
 
-def make_prompts(count: int) -> list[list[int]]:
+def open_model(folder: Path) -> Engine:
+    artefact = find_artefact(str(folder))
+    return open_engine(EngineRequest(artefact=artefact, device="cpu", needs_logits=True))
+
+
+@pytest.fixture(scope="module", params=["llama", "t5"])
+def engine(request: pytest.FixtureRequest) -> Iterator[tuple[Engine, Any]]:
+    folder = request.getfixturevalue(request.param)
+    auto: Any = AutoModelForCausalLM if request.param == "llama" else AutoModelForSeq2SeqLM
+    with contextlib.closing(open_model(folder)) as opened:
+        yield opened, load(auto, folder)
+
+
+def test_answers_are_the_librarys_own(engine: tuple[Engine, Any]) -> None:
+    opened, model = engine
     rng = random.Random(1)
-    return [[rng.randrange(4, 320) for _ in range(rng.randint(1, 30))] for _ in range(count)]
-
-
-def answer_alone(model: Any, prompt: list[int], *, most: int, stops: list[int]) -> list[int]:
-    """Greedy search as the definition has it: no cache, no batch, no padding."""
-    tokens = list(prompt)
-    for _ in range(most):
-        with torch.no_grad():
-            best = int(model(input_ids=torch.tensor([tokens])).logits[0, -1].argmax())
-        if best in stops:
-            break
-        tokens.append(best)
-    return tokens[len(prompt) :]
-
-
-@pytest.mark.parametrize("batch", [1, 3, 16])
-def test_batches_answer_as_single_prompts_do(llama: Path, batch: int) -> None:
-    model = load(AutoModelForCausalLM, llama)
-    # A penalty in the model's own settings must not leak into plain greedy search.
-    model.generation_config.repetition_penalty = 2.0
-    prompts = make_prompts(8)
-    free = [answer_alone(model, prompt, most=12, stops=[]) for prompt in prompts]
-    stops = [STOP, free[0][4], free[5][2]]
-    expected = [answer_alone(model, prompt, most=12, stops=stops) for prompt in prompts]
-    request = GenerateRequest(max_new_tokens=12, stop_ids=tuple(stops), pad_id=PAD, batch=batch)
-    reported: list[tuple[int, int]] = []
-
-    found = generate_answers(model, prompts, request, lambda *done: reported.append(done))
-
-    assert found == expected
-    assert {len(answer) for answer in found} != {12}, "no answer was stopped early"
-    assert reported[-1] == (8, 8)
-
-
-@pytest.mark.parametrize("batch", [1, 4])
-def test_an_encoder_decoder_answers(t5: Path, batch: int) -> None:
-    model = load(AutoModelForSeq2SeqLM, t5)
-    prompts = make_prompts(6)
-    request = GenerateRequest(max_new_tokens=8, stop_ids=(STOP,), pad_id=PAD, batch=batch)
+    asked = [Message("user", "ask " * rng.randint(1, 9)) for _ in range(7)]
+    questions = [
+        Question(
+            place="", values={}, messages=(one,), num_prompt_tokens=0, gold="", num_gold_tokens=0
+        )
+        for one in asked
+    ]
     expected = []
-    for prompt in prompts:
+    for one in asked:
+        prompt = opened.prompter.ask([one])
         output = model.generate(
             torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=STOP
-        )[0].tolist()[1:]
-        expected.append(output[: output.index(STOP)] if STOP in output else output)
+        )[0].tolist()
+        answer = output[1:] if model.config.is_encoder_decoder else output[len(prompt) :]
+        expected.append(opened.prompter.decode(answer).strip())
+    reported: list[tuple[int, int]] = []
 
-    assert generate_answers(model, prompts, request) == expected
+    found = generate_answers(
+        opened, questions, max_new_tokens=8, progress=lambda *done: reported.append(done)
+    )
 
-
-def test_a_batch_too_large_is_halved(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = load(AutoModelForCausalLM, llama)
-    prompts = make_prompts(7)
-    request = GenerateRequest(max_new_tokens=4, stop_ids=(STOP,), pad_id=PAD, batch=7)
-    expected = generate_answers(model, prompts, request)
-    real, sizes = model_outputs._generate, []
-
-    def short_of_memory(prompts: Any, *rest: Any) -> Any:
-        sizes.append(len(prompts))
-        if len(prompts) > 2:
-            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
-        return real(prompts, *rest)
-
-    monkeypatch.setattr(model_outputs, "_generate", short_of_memory)
-
-    assert generate_answers(model, prompts, request) == expected
-    assert sizes == [7, 4, 2, 2, 2, 1]
+    assert found == expected
+    assert reported[-1] == (7, 7)
 
 
 def encode(folder: Path, data: Path) -> TokenStore:
@@ -136,7 +112,7 @@ def write_rows(path: Path) -> Path:
 def test_loss_is_the_models_own_row_by_row(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_logits: int
 ) -> None:
-    monkeypatch.setattr("tightfit.evaluation.model_outputs.MAX_LOGITS", max_logits)
+    monkeypatch.setattr("tightfit.evaluation.scored_models.MAX_LOGITS", max_logits)
     store = encode(llama, write_rows(tmp_path / "rows.jsonl"))
     model = load(AutoModelForCausalLM, llama)
     expected = []
@@ -148,8 +124,10 @@ def test_loss_is_the_models_own_row_by_row(
             loss = model(input_ids=tokens, labels=labels).loss
         expected.append(float(loss) * int(row.trained.sum()))
 
-    found = measure_loss(model, store)
+    with contextlib.closing(open_model(llama)) as engine:
+        found = measure_loss(engine, store)
 
+    assert found is not None
     assert len(expected) == 9
     np.testing.assert_allclose(found.sums, expected, rtol=1e-5)
     assert found.mean == pytest.approx(sum(expected) / store.num_trained.sum(), rel=1e-5)
@@ -167,7 +145,11 @@ def test_loss_of_an_encoder_decoder(t5: Path, tmp_path: Path) -> None:
             loss = model(input_ids=tokens[~trained][None], labels=tokens[trained][None]).loss
         expected.append(float(loss) * int(trained.sum()))
 
-    np.testing.assert_allclose(measure_loss(model, store).sums, expected, rtol=1e-5)
+    with contextlib.closing(open_model(t5)) as engine:
+        found = measure_loss(engine, store)
+
+    assert found is not None
+    np.testing.assert_allclose(found.sums, expected, rtol=1e-5)
 
 
 def test_batches_cover_every_row_once_within_the_limit() -> None:

@@ -11,6 +11,9 @@ import pytest
 
 from tightfit.core.errors import NotFoundError, UsageError
 from tightfit.evaluation.sql import (
+    QueryError,
+    QueryLimits,
+    QueryRows,
     extract_query,
     find_database,
     find_literals,
@@ -20,7 +23,6 @@ from tightfit.evaluation.sql import (
     make_task,
     rows_agree,
 )
-from tightfit.evaluation.sql_sandbox import QueryError, QueryLimits, QueryRows
 
 LIMITS = QueryLimits(seconds=2)
 SCHEMA = (
@@ -211,7 +213,7 @@ def test_synthetic_rows_are_the_same_every_time() -> None:
         ("CREATE TABLE x AS SELECT load_extension('evil') AS (a)", "SELECT a FROM x"),
     ],
 )
-def test_a_row_without_truth_is_a_fault_of_the_row(prompt: str, gold: str) -> None:
+def test_a_row_without_truth_is_an_error_of_the_row(prompt: str, gold: str) -> None:
     with pytest.raises(QueryError):
         make_task({}, prompt=prompt, gold_answer=gold, folder=None, limits=LIMITS)
 

@@ -12,13 +12,7 @@ from pathlib import Path
 import pytest
 
 from tightfit.core.errors import InvalidInputError
-from tightfit.evaluation.sql_sandbox import (
-    QueryError,
-    QueryLimits,
-    Sandbox,
-    open_sandbox,
-    run_query,
-)
+from tightfit.evaluation.sql import QueryError, QueryLimits, Sandbox, open_sandbox, run_query
 
 LIMITS = QueryLimits(seconds=0.5, num_rows=100)
 ATTACKS = (
@@ -131,7 +125,7 @@ def test_a_bomb_ends_in_time(sandbox: Sandbox, query: str) -> None:
     assert time.process_time() - started < 10 * LIMITS.seconds
 
 
-def test_too_many_rows_are_a_fault(sandbox: Sandbox) -> None:
+def test_too_many_rows_are_an_error(sandbox: Sandbox) -> None:
     with pytest.raises(QueryError, match="more than 100 rows"):
         run_query(sandbox, "SELECT a.i FROM many a, many b", LIMITS)
 

@@ -12,13 +12,11 @@ import torch
 from tokenizers import Tokenizer
 
 from small_models import FAMILIES, make_family
+from tightfit.core.dtypes import Dtype, find_plain_dtype
 from tightfit.core.errors import InvalidInputError
 from tightfit.export.convert import (
-    ConvertRequest,
-    GgufRequest,
-    convert_gguf_to_hf,
-    convert_model,
     convert_to_gguf,
+    plan_conversion,
 )
 from tightfit.export.gguf_tokenizer import TEXTS
 from tightfit.runtime.llama_cpp import LlamaModel
@@ -33,8 +31,12 @@ GEMMA_STEP = 2**-23
 
 
 def there_and_back(source: Path, home: Path, dtype: str = "f32", **settings: Any) -> Path:
-    file = convert_to_gguf(GgufRequest(source=source, target=home / "a.gguf", dtype=dtype))
-    return convert_gguf_to_hf(file, home / "back", **settings)
+    file = convert_to_gguf(source, home / "a.gguf", dtype=find_plain_dtype(dtype) or Dtype.FP32)
+    return to_folder(file, home / "back", **settings)
+
+
+def to_folder(source: Path, target: Path, **settings: Any) -> Path:
+    return Path(plan_conversion(str(source), to="hf", target=target, **settings).run().path)
 
 
 def load_state(folder: Path) -> dict[str, torch.Tensor]:
@@ -150,8 +152,7 @@ def test_spaces_as_sentencepiece_and_llama_cpp_have_them(tmp_path: Path) -> None
 def test_and_forth_again_gives_the_same_tensors(tmp_path: Path) -> None:
     """What cuts text as SentencePiece does needs no note, and loses nothing any more."""
     back = there_and_back(make_family(tmp_path / "llama", "llama"), tmp_path)
-    again = ConvertRequest(source=str(back), dtype="f32", target=tmp_path / "b.gguf")
-    made = convert_model(again)
+    made = plan_conversion(str(back), dtype="f32", target=tmp_path / "b.gguf").run()
 
     def tensors(file: Path) -> dict[str, bytes]:
         return {t.name: t.data.tobytes() for t in gguf.GGUFReader(file).tensors}
@@ -170,7 +171,7 @@ def test_half_precision_is_kept_unless_told(tmp_path: Path, stored: str, wanted:
     state = load_state(back)
     assert config["dtype"] == wanted
     assert {str(value.dtype) for value in state.values()} == {f"torch.{wanted}"}
-    wide = convert_gguf_to_hf(tmp_path / "a.gguf", tmp_path / "wide", dtype="f32")
+    wide = to_folder(tmp_path / "a.gguf", tmp_path / "wide", dtype="f32")
     name = "model.layers.0.mlp.up_proj.weight"
     half = load_state(source)[name].to(getattr(torch, wanted))
     assert torch.equal(load_state(wide)[name], half.float())
@@ -178,16 +179,15 @@ def test_half_precision_is_kept_unless_told(tmp_path: Path, stored: str, wanted:
 
 def test_a_quantized_file_is_unpacked_and_says_so(tmp_path: Path) -> None:
     """Against gguf's own arithmetic, and llama.cpp's scores of the quantized file."""
-    from tightfit.runtime.gguf.unpack import plan_unpack, write_unpacked
+    from tightfit.runtime.gguf.unpack import plan_unpack
 
     source = make_family(tmp_path / "source", "qwen2")
-    plain = convert_to_gguf(GgufRequest(source=source, target=tmp_path / "a.gguf", dtype="f32"))
+    plain = convert_to_gguf(source, tmp_path / "a.gguf", dtype=Dtype.FP32)
     packed = quantize_by_hand(plain, tmp_path / "q.gguf")
 
-    plan = plan_unpack(packed)
-    write_unpacked(plan, tmp_path / "back")
+    notes = plan_unpack(packed).write(tmp_path / "back")
 
-    assert "quantized (Q8_0)" in plan.notes[0]
+    assert "quantized (Q8_0)" in notes[0]
     model = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "back", dtype=torch.float32
     )
@@ -229,7 +229,7 @@ def test_a_tensor_that_is_lost_is_missed(tmp_path: Path) -> None:
     from tightfit.runtime.gguf.unpack import plan_unpack
 
     source = make_family(tmp_path / "source", "qwen3")
-    file = convert_to_gguf(GgufRequest(source=source, target=tmp_path / "a.gguf"))
+    file = convert_to_gguf(source, tmp_path / "a.gguf")
     lost = {"blk.1.attn_q_norm.weight"}
     read = GgufFile.__init__
 
@@ -245,23 +245,23 @@ def test_a_tensor_that_is_lost_is_missed(tmp_path: Path) -> None:
 
 def test_a_file_cut_short_leaves_nothing(tmp_path: Path) -> None:
     source = make_family(tmp_path / "source", "gpt2")
-    file = convert_to_gguf(GgufRequest(source=source, target=tmp_path / "a.gguf"))
+    file = convert_to_gguf(source, tmp_path / "a.gguf")
     whole = file.read_bytes()
 
     file.write_bytes(whole[: len(whole) - 100_000])
     with pytest.raises(InvalidInputError, match="cut short"):
-        convert_gguf_to_hf(file, tmp_path / "back")
+        to_folder(file, tmp_path / "back")
     file.write_bytes(whole[:-100])
     with pytest.raises(InvalidInputError, match="cut short"):
-        convert_gguf_to_hf(file, tmp_path / "back")
+        to_folder(file, tmp_path / "back")
     assert {path.name for path in tmp_path.iterdir()} == {"source", "a.gguf"}
 
 
 def test_an_architecture_that_is_not_known(tmp_path: Path) -> None:
     source = make_family(tmp_path / "source", "gpt2")
-    file = convert_to_gguf(GgufRequest(source=source, target=tmp_path / "a.gguf"))
+    file = convert_to_gguf(source, tmp_path / "a.gguf")
     file.write_bytes(file.read_bytes().replace(b"gpt2", b"rwkv"))
 
     with pytest.raises(InvalidInputError, match="architecture rwkv") as caught:
-        convert_gguf_to_hf(file, tmp_path / "back")
+        to_folder(file, tmp_path / "back")
     assert "bloom, falcon" in caught.value.remedy

@@ -9,17 +9,18 @@ import numpy as np
 import pytest
 
 from small_models import SENTENCES, make_llama
+from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError
-from tightfit.export.convert import GgufRequest, convert_to_gguf
+from tightfit.export.convert import convert_to_gguf
 from tightfit.export.formats import Q4_K_M
 from tightfit.export.quantize.calibration import (
     Calibration,
-    CalibrationRequest,
     measure_importance,
     read_calibration,
     read_importance,
 )
 from tightfit.export.quantize.gguf import plan_mixture, quantize_rows
+from tightfit.runtime.model_files import find_artefact
 
 gguf = pytest.importorskip("gguf", reason="pip install 'tightfit[gguf]'")
 
@@ -63,7 +64,7 @@ def test_it_is_the_mean_square_of_each_input(model: Path) -> None:
 
 
 def test_every_quantized_matrix_but_embedding_and_head_has_one(model: Path, tmp_path: Path) -> None:
-    plain = convert_to_gguf(GgufRequest(source=model, target=tmp_path / "m.gguf", dtype="f32"))
+    plain = convert_to_gguf(model, tmp_path / "m.gguf", dtype=Dtype.FP32)
     wanted = set(plan_mixture(gguf.GGUFReader(plain), Q4_K_M).types)
 
     found = read_importance(measure_importance(model, make_calibration(), architecture="llama"))
@@ -110,9 +111,7 @@ def test_rows_of_conversations_are_rendered_and_filled(model: Path, tmp_path: Pa
     lines = [json.dumps({"instruction": s, "input": "", "output": s}) for s in SENTENCES * 40]
     data.write_text("\n".join(f"{line}" for line in lines))
 
-    found = read_calibration(
-        CalibrationRequest(tokenizer=model, file=data, num_rows=4, max_positions=128)
-    )
+    found = read_calibration(find_artefact(str(model)), data, num_rows=4, max_positions=128)
 
     assert found.rows.shape == (4, 128)
     assert (found.rows == 1).any()  # <|im_start|>: the model's template was used
@@ -124,11 +123,11 @@ def test_too_little_data_is_refused(model: Path, tmp_path: Path) -> None:
     data.write_text("Nothing much.")
 
     with pytest.raises(InvalidInputError, match="at least 512"):
-        read_calibration(CalibrationRequest(tokenizer=model, file=data, num_rows=4))
+        read_calibration(find_artefact(str(model)), data, num_rows=4)
 
 
 def test_without_data_there_is_text_and_a_hint(model: Path) -> None:
-    found = read_calibration(CalibrationRequest(tokenizer=model, num_rows=20))
+    found = read_calibration(find_artefact(str(model)), None, num_rows=20)
 
     assert found.rows.shape == (20, 512)
     assert "--calibrate" in found.notes[0]

@@ -16,7 +16,7 @@ from merge_cases import ADAPTERS, load_adapted, load_plain, make_adapter, make_b
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError, UsageError
 from tightfit.export.merge import MergeRequest, MergeResult, merge_adapter
-from tightfit.runtime.artefacts import find_artefact
+from tightfit.runtime.model_files import find_artefact
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft")
 FP32_NOISE = 2e-5
@@ -310,7 +310,7 @@ import sys
 from pathlib import Path
 import peft, torch, transformers
 from tightfit.export.merge import MergeRequest, merge_adapter
-from tightfit.runtime.artefacts import find_artefact
+from tightfit.runtime.model_files import find_artefact
 import psutil
 artefact = find_artefact(sys.argv[1])
 small = find_artefact(sys.argv[2])

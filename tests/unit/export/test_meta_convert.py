@@ -16,7 +16,7 @@ from torch import Tensor
 
 from small_models import SENTENCES
 from tightfit.core.errors import InvalidInputError, NotFoundError, UsageError
-from tightfit.export.convert import ConvertRequest, convert_meta, convert_model
+from tightfit.export.convert import plan_conversion
 from tightfit.export.meta_checkpoint import feed_forward_width
 
 transformers: Any = pytest.importorskip("transformers")
@@ -25,6 +25,10 @@ pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 DIM, LAYERS, HEADS, WIDTH = 64, 2, 4, 192
 """The width is what Meta's rule makes of 64 and a multiple of 32."""
 TEXTS = ("Hello world", " two  spaces", "naïve café 123 😶\n\tx", SENTENCES[2])
+
+
+def to_folder(source: Path, target: Path, **settings: Any) -> Path:
+    return Path(plan_conversion(str(source), to="hf", target=target, **settings).run().path)
 
 
 # A reference: the forward pass of Meta's `llama/model.py`, over Meta's own tensors.
@@ -197,7 +201,7 @@ def furthest(folder: Path, made: dict[str, Any], *, factor: float = 8.0) -> floa
 def test_llama_2_computes_as_metas_code(tmp_path: Path, count: int, kv_heads: int) -> None:
     made = make_llama_2(tmp_path / "meta", count=count, kv_heads=kv_heads)
 
-    folder = convert_meta(tmp_path / "meta", tmp_path / "hf")
+    folder = to_folder(tmp_path / "meta", tmp_path / "hf")
 
     assert furthest(folder, made) < 1e-4
     config = json.loads((folder / "config.json").read_text())
@@ -214,7 +218,7 @@ def test_llama_3_computes_as_metas_code(
 ) -> None:
     made = make_llama_3(tmp_path / "meta", count=count, is_tied=is_tied, is_scaled=is_scaled)
 
-    folder = convert_meta(tmp_path / "meta", tmp_path / "hf")
+    folder = to_folder(tmp_path / "meta", tmp_path / "hf")
 
     assert furthest(folder, made, factor=factor) < 1e-4
     config = transformers.AutoConfig.from_pretrained(folder)
@@ -233,14 +237,14 @@ def test_the_reference_sees_a_missing_rotary_order(
         "tightfit.export.meta_checkpoint.split_rotary", lambda values, _heads: values
     )
 
-    assert furthest(convert_meta(tmp_path / "meta", tmp_path / "hf"), made) > 0.1
+    assert furthest(to_folder(tmp_path / "meta", tmp_path / "hf"), made) > 0.1
 
 
 def test_sentencepiece_tokens_are_sentencepieces_own(tmp_path: Path) -> None:
     import sentencepiece
 
     make_llama_2(tmp_path / "meta")
-    folder = convert_meta(tmp_path / "meta", tmp_path / "hf")
+    folder = to_folder(tmp_path / "meta", tmp_path / "hf")
 
     theirs = sentencepiece.SentencePieceProcessor(
         model_file=str(tmp_path / "meta" / "tokenizer.model")
@@ -269,7 +273,7 @@ def byte_pairs(word: bytes, ranks: dict[bytes, int]) -> list[int]:
 def test_tiktoken_tokens_follow_the_ranks(tmp_path: Path) -> None:
     made = make_llama_3(tmp_path / "meta", count=1, is_tied=False, is_scaled=True)
     ranks = make_ranks(tmp_path / "meta")
-    folder = convert_meta(tmp_path / "meta", tmp_path / "hf")
+    folder = to_folder(tmp_path / "meta", tmp_path / "hf")
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     for word in ("hello", " then", "lol", "12", "123", " sinful", "é", "thhe", "elll"):
@@ -291,14 +295,14 @@ def test_a_file_that_is_missing_or_cut_short_is_told(tmp_path: Path) -> None:
 
     second.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(InvalidInputError, match=r"01\.pth is cut short"):
-        convert_meta(tmp_path / "meta", tmp_path / "hf")
+        to_folder(tmp_path / "meta", tmp_path / "hf")
     second.unlink()
     with pytest.raises(InvalidInputError, match="1 of 2 consolidated"):
-        convert_meta(tmp_path / "meta", tmp_path / "hf")
+        to_folder(tmp_path / "meta", tmp_path / "hf")
     second.write_bytes(whole)
     (tmp_path / "meta" / "tokenizer.model").unlink()
     with pytest.raises(NotFoundError, match=r"tokenizer\.model"):
-        convert_meta(tmp_path / "meta", tmp_path / "hf")
+        to_folder(tmp_path / "meta", tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
 
 
@@ -308,10 +312,10 @@ def test_params_of_another_model_are_refused(tmp_path: Path) -> None:
 
     params.write_text(json.dumps(made["params"] | {"multiple_of": 512}))
     with pytest.raises(InvalidInputError, match=r"192 wide; by params\.json they would be 512"):
-        convert_meta(tmp_path / "meta", tmp_path / "hf")
+        to_folder(tmp_path / "meta", tmp_path / "hf")
     params.write_text(json.dumps(made["params"] | {"n_layers": 3}))
     with pytest.raises(InvalidInputError, match=r"lacks layers\.2\."):
-        convert_meta(tmp_path / "meta", tmp_path / "hf")
+        to_folder(tmp_path / "meta", tmp_path / "hf")
 
 
 def test_published_feed_forward_widths() -> None:
@@ -326,13 +330,14 @@ def test_published_feed_forward_widths() -> None:
 def test_shards_with_an_index_and_in_half_precision(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tightfit.export.meta_checkpoint import plan_meta, write_meta
+    from tightfit.export.meta_checkpoint import plan_meta
 
     made = make_llama_2(tmp_path / "meta", count=2)
     monkeypatch.setattr("tightfit.export.meta_checkpoint.REOPEN_BYTES", 10_000)  # many times over
 
     plan = plan_meta(tmp_path / "meta", torch.bfloat16)
-    write_meta(plan, tmp_path / "hf", max_shard_bytes=60_000)
+    (tmp_path / "hf").mkdir()
+    plan.fill(tmp_path / "hf", max_shard_bytes=60_000)
 
     index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 2
@@ -345,10 +350,10 @@ def test_shards_with_an_index_and_in_half_precision(
 def test_the_command_recognises_it(tmp_path: Path) -> None:
     make_llama_2(tmp_path / "meta")
 
-    made = convert_model(ConvertRequest(source=str(tmp_path / "meta")))
+    made = plan_conversion(str(tmp_path / "meta")).run()
 
     assert (made.source_kind.value, made.format, made.dtype) == ("meta", "hf", "f32")
     assert made.path == str(tmp_path / "meta-hf")
     assert "Llama 2" in made.notes[0]
     with pytest.raises(UsageError, match="by way of"):
-        convert_model(ConvertRequest(source=str(tmp_path / "meta"), to="gguf"))
+        plan_conversion(str(tmp_path / "meta"), to="gguf").run()

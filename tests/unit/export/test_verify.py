@@ -1,4 +1,4 @@
-"""The parity check: an untouched copy passes, and every planted fault is caught and named."""
+"""The parity check: an untouched copy passes, and every planted error is caught and named."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from safetensors.torch import load_file, save_file
 from small_models import make_llama
 from tightfit.cli.app import main
 from tightfit.core.errors import InvalidInputError
+from tightfit.core.findings import Z99, Status, estimate_share
 from tightfit.export.formats import LIMITS, StepKind
 from tightfit.export.merge import MergeRequest, merge_adapter
-from tightfit.export.verify.judge import recognise_step
 from tightfit.export.verify.scores import (
     ScoreStore,
     compare_scores,
     estimate_mean,
-    estimate_share,
+    recognise_step,
     summarise,
 )
-from tightfit.export.verify.verdict import Comparison, Level, Verdict
+from tightfit.export.verify.verdict import Comparison, Verdict
 from tightfit.export.verify.verify import VerifyRequest, verify_models
-from tightfit.runtime.artefacts import find_artefact
+from tightfit.runtime.model_files import find_artefact
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:peft")
 PROMPTS = ("How many singers are there?", "The quick brown fox")
@@ -65,7 +65,7 @@ def only(verdict: Verdict) -> Comparison:
 
 
 def texts(row: Comparison) -> str:
-    return "\n".join(finding.text for finding in row.findings)
+    return "\n".join(finding.detail for finding in row.findings)
 
 
 def edit_json(path: Path, **changes: Any) -> None:
@@ -245,7 +245,7 @@ def test_tokenizer_with_other_merges(home: Path, tmp_path: Path) -> None:
 
 
 def test_one_swapped_word_of_the_vocabulary(home: Path, tmp_path: Path) -> None:
-    """A fault that no sample text need meet."""
+    """An error that no sample text need meet."""
     other = shutil.copytree(home / "merged", tmp_path / "other")
     path = other / "tokenizer.json"
     document = json.loads(path.read_text())
@@ -269,7 +269,7 @@ def test_truncated_file(home: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     out = json.loads(capsys.readouterr().out)
     assert code == 8
     assert not out["is_good"]
-    assert "cut short" in out["rows"][0]["findings"][0]["text"]
+    assert "cut short" in out["rows"][0]["findings"][0]["detail"]
 
 
 def test_not_a_number(home: Path, tmp_path: Path) -> None:
@@ -376,7 +376,7 @@ def test_intervals_hold_what_they_should(share: float) -> None:
     rng = np.random.default_rng(2)
     inside = 0
     for _ in range(400):
-        found = estimate_share(rng.random(300) < share)
+        found = estimate_share(int((rng.random(300) < share).sum()), 300, z=Z99)
         inside += found.low <= share <= found.high
     assert inside >= 388
 
@@ -421,13 +421,13 @@ def test_kinds_are_recognised(other: str, kind: StepKind) -> None:
     assert set(LIMITS) == set(StepKind)
 
 
-def test_levels_order_findings(home: Path, tmp_path: Path) -> None:
+def test_the_worst_finding_comes_first(home: Path, tmp_path: Path) -> None:
     other = shutil.copytree(home / "merged", tmp_path / "other")
     edit_weights(other, _swap_rope_halves)
 
-    levels = [finding.level for finding in only(check(home / "adapter", other)).findings]
+    order = [finding.status for finding in only(check(home / "adapter", other)).findings]
 
-    assert levels == sorted(levels, key=list(Level).index)
+    assert order == sorted(order, key=list(Status).index, reverse=True)
 
 
 def test_an_encoder_decoder_is_judged_by_values_and_answers(tmp_path: Path) -> None:

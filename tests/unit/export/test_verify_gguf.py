@@ -13,12 +13,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from small_models import make_llama
-from tightfit.export.convert import GgufRequest, convert_to_gguf
+from tightfit.core.dtypes import Dtype
+from tightfit.export.convert import convert_to_gguf
 from tightfit.export.formats import StepKind
 from tightfit.export.verify.verdict import Comparison
 from tightfit.export.verify.verify import VerifyRequest, verify_models
-from tightfit.runtime.artefacts import find_artefact
 from tightfit.runtime.llama_cpp import has_llama
+from tightfit.runtime.model_files import find_artefact
 
 pytestmark = pytest.mark.skipif(
     not has_llama(), reason="needs llama.cpp: pip install 'tightfit[gguf]'"
@@ -38,7 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def convert(folder: Path, target: Path) -> Path:
-    return convert_to_gguf(GgufRequest(source=folder, target=target, dtype="f16"))
+    return convert_to_gguf(folder, target, dtype=Dtype.FP16)
 
 
 def check(reference: Path, other: Path) -> Comparison:
@@ -57,7 +58,7 @@ def check(reference: Path, other: Path) -> Comparison:
 
 
 def texts(row: Comparison) -> str:
-    return "\n".join(finding.text for finding in row.findings)
+    return "\n".join(finding.detail for finding in row.findings)
 
 
 def test_a_good_file_passes(model: Path, tmp_path: Path) -> None:

@@ -24,22 +24,28 @@ from tightfit.farming.estimate import (
     record_node_rate,
     record_single_engine,
 )
-from tightfit.farming.progress import FarmProgress
-from tightfit.farming.statistics import FarmStatistics, NodeStatistics
-from tightfit.farming.worker_pool import NodeType, WorkerBackend, WorkerGroup, make_local_group
+from tightfit.farming.statistics import FarmProgress, FarmStatistics, NodeStatistics
+from tightfit.farming.worker_pool import (
+    NodeType,
+    WorkerBackend,
+    WorkerGroup,
+    make_local_group,
+    share_threads,
+)
 from tightfit.hardware.machine import read_machine
-from tightfit.runs.measured_rates import MOST_KEPT, read_rates
-from tightfit.runtime.artefacts import find_artefact
-from tightfit.serving.generate.job import GenerateJob, describe_settings
+from tightfit.runs.store import MOST_KEPT, read_rates
+from tightfit.runtime.model_files import find_artefact
 from tightfit.serving.generate.journal import open_journal
 from tightfit.serving.generate.prediction import (
     InferencePrediction,
     measure_prompts,
     predict_inference,
+    share_cores,
 )
 from tightfit.serving.generate.prompts import Prompt
-from tightfit.serving.generate.run import run_engine
+from tightfit.serving.generate.run import GenerateJob, describe_settings, run_engine
 
+MACHINE = "tightfit.serving.generate.prediction.read_busy_threads"
 HERE = make_local_group(num_gpus=0, num_workers=1, gpu=None)
 SLURM = WorkerGroup(
     name="cpu",
@@ -60,6 +66,12 @@ JOB = GenerateJob(
 @pytest.fixture(autouse=True)
 def _own_ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TIGHTFIT_LEDGER", str(tmp_path / "home" / "ledger.sqlite"))
+
+
+@pytest.fixture(autouse=True)
+def idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No other program wants the cores, whatever runs beside the tests."""
+    monkeypatch.setattr(MACHINE, lambda _: 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +113,7 @@ def test_a_tiny_model_is_as_slow_as_its_host(
         run = run_engine(request_here, JOB, journal)
         took = time.process_time() - began - min(loading, run.measured.load_seconds)
         journal.finish(is_complete=True)
-    num_new = sum(timing.num_new_tokens for timing in run.outcome.timings)
+    num_new = sum(timing.num_new_tokens for timing in run.timings)
     reached = num_new / took
 
     amount = FarmWorkload(num_answers=64, num_new_tokens=num_new)
@@ -109,6 +121,52 @@ def test_a_tiny_model_is_as_slow_as_its_host(
 
     assert prediction.estimate.new_tokens_per_second > 10 * reached, "data sheets know no host"
     assert reported.low / 2 <= reached <= 2 * reported.high
+
+
+def test_cores_that_others_want_slow_everything_down(
+    prediction: InferencePrediction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two cores that nine threads wanted: 610 tokens a second with one thread of ours, 66 with two
+    (measured with a model of 2 layers, eight answers at a time)."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    alone = estimate_farm([HERE], prediction, AMOUNT)
+    cores = read_machine().num_usable_cores
+    monkeypatch.setattr(MACHINE, lambda _: 4.5 * cores)
+    job = replace(prediction, job=replace(prediction.job, num_slots=8))
+
+    one = replace(job, share=share_cores(1)).new_tokens_per_second
+    two = replace(job, share=share_cores(2)).new_tokens_per_second
+    crowded = estimate_farm([HERE], prediction, AMOUNT)
+
+    if cores == 2:
+        assert 0.5 * 610 < one < 2 * 610
+        assert 0.5 * 66 < two < 2 * 66
+    assert 4 * two < one
+    assert rate_of(crowded).high < 0.3 * rate_of(alone).high
+    assert crowded.start_seconds is not None
+    assert alone.start_seconds is not None
+    assert crowded.start_seconds.high > 2 * alone.start_seconds.high
+
+
+def test_what_others_do_here_says_nothing_of_another_machine(
+    prediction: InferencePrediction, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = rate_of(estimate_farm([SLURM], prediction, AMOUNT))
+    monkeypatch.setattr(MACHINE, lambda _: 100.0)
+
+    assert rate_of(estimate_farm([SLURM], prediction, AMOUNT)) == before
+
+
+def test_workers_of_one_machine_share_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    cores = read_machine().num_usable_cores
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+
+    assert share_threads(HERE) is None, "one worker has them all"
+    assert share_threads(replace(HERE, num_workers=cores)) == (1 if cores > 1 else None)
+    assert share_threads(replace(HERE, num_workers=9 * cores)) == 1
+    assert share_threads(replace(SLURM, num_workers=2)) is None
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert share_threads(replace(HERE, num_workers=2)) is None, "as the user says"
 
 
 def test_starting_is_counted_and_every_figure_is_a_range(prediction: InferencePrediction) -> None:

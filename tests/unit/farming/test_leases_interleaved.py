@@ -15,9 +15,10 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from memory_store import MemoryStore
 from tightfit.farming.folder import ChunkLayout, done_path
 from tightfit.farming.leases import Lease, Leases, LeaveReason, heartbeat_path
-from tightfit.farming.store import MemoryStore, Store
+from tightfit.farming.store import Store
 
 LEASE_SECONDS = 10.0
 MOST_STEPS = 20_000
@@ -34,7 +35,7 @@ class Turn:
         self.name = name
         self.is_over = False
         self.is_dead = False
-        self.fault: BaseException | None = None
+        self.error: BaseException | None = None
         self._go = threading.Semaphore(0)
         self._stopped = threading.Semaphore(0)
         self._thread = threading.Thread(target=self._run, args=(work,), daemon=True)
@@ -67,7 +68,7 @@ class Turn:
         except _DiedError:
             pass
         except BaseException as error:
-            self.fault = error
+            self.error = error
         self.is_over = True
         self._stopped.release()
 
@@ -179,7 +180,7 @@ def test_never_twice_and_never_lost(
         healthy.step()
         world.now_s += 0.5
     assert healthy.is_over, "somebody who stands still has kept the others from ending"
-    assert healthy.fault is None, healthy.fault
+    assert healthy.error is None, healthy.error
     assert set(world.commits) == set(range(num_chunks)), "a chunk was lost"
     # And now they wake up.
     for number in late:
@@ -187,7 +188,7 @@ def test_never_twice_and_never_lost(
     for turn in world.turns:
         turn.die()
 
-    assert all(turn.fault is None for turn in world.turns)
+    assert all(turn.error is None for turn in world.turns)
     assert all(count == 1 for count in world.claims.values()), "a lease with two holders"
     assert all(len(reported) == 1 for reported in world.commits.values()), (
         "a chunk was counted twice"

@@ -12,7 +12,7 @@ MIB = 2**20
 
 
 class NVMLError(Exception):
-    """As pynvml's, the root of all its faults."""
+    """As pynvml's, the root of all its errors."""
 
 
 class NVMLError_NotSupported(NVMLError):  # noqa: N801, N818 - pynvml's own name

@@ -200,15 +200,11 @@ def test_tensor_rates_stand_in_the_architectures_ratio_to_fp32() -> None:
     assert checked >= 35
 
 
-def test_prices_say_which_is_the_cheapest_median_and_which_the_lowest() -> None:
+def test_prices_say_which_is_the_cheapest_median() -> None:
     t4 = find_gpu("T4")
     assert t4.cheapest is not None
     assert t4.cheapest.usd_per_gpu_hour == min(price.usd_per_gpu_hour for price in t4.prices)
-    assert t4.lowest_usd_per_hour is not None
-    assert t4.lowest_usd_per_hour < t4.cheapest.usd_per_gpu_hour
-    unsold = find_gpu("K20m")
-    assert unsold.cheapest is None
-    assert unsold.lowest_usd_per_hour is None
+    assert find_gpu("K20m").cheapest is None
 
 
 def test_an_unknown_gpu_gets_near_names_and_a_next_step() -> None:
@@ -241,7 +237,7 @@ def test_search_finds_parts_of_names_and_forgives_slips() -> None:
     }
     assert [gpu.name for gpu in search_gpus("rtx 409")] == ["GeForce RTX 4090"]
     assert "Tesla T4" in {gpu.name for gpu in search_gpus("Telsa T4")}
-    assert all(gpu.vendor == "amd" for gpu in search_gpus("amd"))
+    assert all(gpu.compute_capability is None for gpu in search_gpus("amd"))
     assert search_gpus("zzzzqqqq") == []
     assert len(search_gpus("")) == len(ROWS)
 

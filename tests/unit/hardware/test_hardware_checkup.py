@@ -1,4 +1,4 @@
-"""The checkup: a bare machine, a healthy one, and each fault with its remedy."""
+"""The checkup: a bare machine, a healthy one, and each error with its remedy."""
 
 from __future__ import annotations
 
@@ -15,19 +15,25 @@ from fake_nvml import H100, MIB, T4, V100, Card, FakeNvml
 
 from machine_pace import allow
 from tightfit.core.errors import SetupError
+from tightfit.core.findings import Finding, Status
 from tightfit.core.units import GIB
-from tightfit.hardware.checkup import Checkup, Finding, Status, oldest_capability, run_checkup
-from tightfit.hardware.environment import (
+from tightfit.hardware.checkup import (
+    Checkup,
     SystemProbes,
-    TorchBuild,
     has_nvidia_card,
     has_nvswitch,
+    oldest_capability,
+    run_checkup,
+)
+from tightfit.hardware.machine import (
+    Machine,
+    TorchBuild,
     parse_torch_build,
+    read_driver,
+    read_free_disk,
     read_torch_build,
     read_version,
 )
-from tightfit.hardware.machine import Machine, read_free_disk
-from tightfit.hardware.nvml import read_driver
 
 ROOMY = Machine(
     memory_bytes=512 * GIB,
@@ -76,7 +82,7 @@ def _bad(checkup: Checkup) -> set[str]:
     return {
         finding.name
         for finding in checkup.findings
-        if finding.status in (Status.WARNING, Status.FAULT)
+        if finding.status in (Status.WARNING, Status.ERROR)
     }
 
 
@@ -90,7 +96,7 @@ def test_a_healthy_machine_has_nothing_to_complain_of() -> None:
     assert checkup.exit_code == 0
 
 
-def test_a_bare_machine_works_and_is_no_fault() -> None:
+def test_a_bare_machine_works_and_is_no_error() -> None:
     here = dataclasses.replace(
         HEALTHY,
         read_gpus=lambda: read_driver(FakeNvml(is_missing=True), environ={}),
@@ -137,7 +143,7 @@ def test_the_real_machine_is_not_waited_for(
     assert any(seconds() < allow(2) for _ in range(3))
 
 
-def test_every_warning_and_fault_has_a_remedy_and_the_json_comes_back() -> None:
+def test_every_warning_and_error_has_a_remedy_and_the_json_comes_back() -> None:
     sick = Card(
         name="Tesla T4",
         total_bytes=15360 * MIB,
@@ -177,10 +183,10 @@ def test_every_warning_and_fault_has_a_remedy_and_the_json_comes_back() -> None:
         "flash-attn",
     }
     for finding in checkup.findings:
-        if finding.status in (Status.WARNING, Status.FAULT):
+        if finding.status in (Status.WARNING, Status.ERROR):
             assert finding.remedy, finding.name
     assert checkup.exit_code == 6
-    assert checkup.count(Status.FAULT) == 6
+    assert checkup.count(Status.ERROR) == 6
     assert Checkup.model_validate(json.loads(checkup.model_dump_json())) == checkup
 
 
@@ -196,11 +202,11 @@ def test_each_card_says_what_it_multiplies(card: Card, formats: str) -> None:
     assert formats in _find(run_checkup(_with_cards(card)), "GPU 0").detail
 
 
-def test_a_card_whose_driver_does_not_answer_is_a_fault() -> None:
+def test_a_card_whose_driver_does_not_answer_is_an_error() -> None:
     here = dataclasses.replace(
         HEALTHY, read_gpus=lambda: read_driver(FakeNvml(is_missing=True), environ={})
     )
-    assert _find(run_checkup(here), "driver").status is Status.FAULT
+    assert _find(run_checkup(here), "driver").status is Status.ERROR
 
 
 def test_hidden_gpus_are_pointed_out() -> None:
@@ -213,9 +219,9 @@ def test_hidden_gpus_are_pointed_out() -> None:
     assert _find(run_checkup(here), "visible GPUs").status is Status.WARNING
 
 
-def test_eight_h100_without_a_fabric_manager_are_a_fault() -> None:
+def test_eight_h100_without_a_fabric_manager_are_an_error() -> None:
     finding = _find(run_checkup(_with_cards(*[H100] * 8)), "fabric manager")
-    assert finding.status is Status.FAULT
+    assert finding.status is Status.ERROR
     assert "nvidia-fabricmanager" in (finding.remedy or "")
 
 
@@ -226,15 +232,51 @@ def test_a_fabric_that_is_up_is_well_even_if_its_service_is_out_of_sight() -> No
     assert _find(checkup, "DCGM").status is Status.INFO
 
 
-def test_a_fabric_manager_that_is_stuck_is_a_fault() -> None:
+def test_a_fabric_manager_that_is_stuck_is_an_error() -> None:
     stuck = dataclasses.replace(H100, fabric_state=2)
     here = dataclasses.replace(
         _with_cards(*[stuck] * 8),
         list_process_names=lambda: frozenset({"nv-fabricmanager", "nv-hostengine"}),
     )
     checkup = run_checkup(here)
-    assert _find(checkup, "fabric manager").status is Status.FAULT
+    assert _find(checkup, "fabric manager").status is Status.ERROR
     assert _find(checkup, "DCGM").status is Status.OK
+
+
+A100 = Card(
+    name="NVIDIA A100-SXM4-80GB",
+    total_bytes=81920 * MIB,
+    compute_capability=(8, 0),
+    num_nvlinks=12,
+    ecc_errors=0,
+)
+"""Ampere: NVML answers `Not Supported` when asked for the fabric's state."""
+CONTAINER = frozenset({"tini", "bash", "python3", "sleep"})
+"""What `ps -e -o comm` shows in a container of its own."""
+HOST = frozenset({"systemd", "kthreadd", "ksoftirqd/0", "nvidia-persistenced", "sshd"})
+
+
+@pytest.mark.parametrize(
+    ("state", "processes", "status"),
+    [
+        (None, CONTAINER, Status.INFO),
+        (0, CONTAINER, Status.INFO),
+        (None, HOST, Status.ERROR),
+        (None, HOST | {"nv-fabricmanager"}, Status.OK),
+        (1, CONTAINER, Status.ERROR),
+    ],
+)
+def test_what_a_container_cannot_see_is_no_error(
+    state: int | None, processes: frozenset[str], status: Status
+) -> None:
+    cards = [dataclasses.replace(A100, fabric_state=state)] * 8
+    here = dataclasses.replace(_with_cards(*cards), list_process_names=lambda: processes)
+
+    checkup = run_checkup(here)
+
+    finding = _find(checkup, "fabric manager")
+    assert finding.status is status
+    assert ("error 802" in finding.detail) == (status is Status.ERROR)
 
 
 def test_boxes_without_switches_need_no_fabric_manager() -> None:
@@ -244,7 +286,7 @@ def test_boxes_without_switches_need_no_fabric_manager() -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "cuda", "card", "driver", "fault"),
+    ("version", "cuda", "card", "driver", "error"),
     [
         ("2.13.0+cu130", (13, 0), T4, "580.65.06", None),
         ("2.13.0+cu130", (13, 0), T4, "550.54.15", "torch and driver"),
@@ -259,7 +301,7 @@ def test_boxes_without_switches_need_no_fabric_manager() -> None:
     ],
 )
 def test_torch_is_held_against_driver_and_card(
-    version: str, cuda: tuple[int, int], card: Card | str, driver: str, fault: str | None
+    version: str, cuda: tuple[int, int], card: Card | str, driver: str, error: str | None
 ) -> None:
     if isinstance(card, str):
         card = Card(name="NVIDIA B200", total_bytes=183359 * MIB, compute_capability=(10, 0))
@@ -268,11 +310,11 @@ def test_torch_is_held_against_driver_and_card(
         read_torch_build=lambda: TorchBuild(version=version, cuda=cuda),
     )
     checkup = run_checkup(here)
-    errors = {finding.name for finding in checkup.findings if finding.status is Status.FAULT}
-    assert errors == ({fault} if fault else set())
+    errors = {finding.name for finding in checkup.findings if finding.status is Status.ERROR}
+    assert errors == ({error} if error else set())
 
 
-def test_a_cpu_torch_beside_a_gpu_is_a_fault_whose_remedy_suits_the_card() -> None:
+def test_a_cpu_torch_beside_a_gpu_is_an_error_whose_remedy_suits_the_card() -> None:
     cpu = TorchBuild(version="2.13.0+cpu", cuda=None)
     for card, driver, wheel in (
         (V100, "580.65.06", "cu126"),
@@ -281,7 +323,7 @@ def test_a_cpu_torch_beside_a_gpu_is_a_fault_whose_remedy_suits_the_card() -> No
     ):
         here = dataclasses.replace(_with_cards(card, driver=driver), read_torch_build=lambda: cpu)
         finding = _find(run_checkup(here), "torch and GPU")
-        assert finding.status is Status.FAULT
+        assert finding.status is Status.ERROR
         assert (finding.remedy or "").endswith(wheel)
 
 
@@ -305,10 +347,10 @@ def test_torch_builds_are_read_from_their_version_file() -> None:
 @pytest.mark.parametrize(
     ("size", "status"),
     [
-        (64 * MIB, Status.FAULT),
+        (64 * MIB, Status.ERROR),
         (512 * MIB, Status.WARNING),
         (16 * GIB, Status.OK),
-        (None, Status.FAULT),
+        (None, Status.ERROR),
     ],
 )
 def test_shared_memory(size: int | None, status: Status) -> None:
@@ -372,18 +414,18 @@ def test_the_token_is_found_and_never_shown() -> None:
     assert "/data/hf/token" in _find(run_checkup(by_file), "token").detail
 
 
-def test_a_model_cache_that_is_a_file_is_a_fault(tmp_path: Path) -> None:
+def test_a_model_cache_that_is_a_file_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "hf").write_text("")
     here = dataclasses.replace(HEALTHY, environ={"HF_HOME": str(tmp_path / "hf")})
     checkup = run_checkup(here)
     finding = _find(checkup, "model cache")
-    assert finding.status is Status.FAULT
+    assert finding.status is Status.ERROR
     assert str(tmp_path / "hf") in finding.detail
     assert "HF_HOME" in (finding.remedy or "")
     assert checkup.exit_code == SetupError.exit_code
 
 
-def test_a_model_cache_yet_to_be_made_is_no_fault(tmp_path: Path) -> None:
+def test_a_model_cache_yet_to_be_made_is_no_error(tmp_path: Path) -> None:
     here = dataclasses.replace(HEALTHY, environ={"HF_HOME": str(tmp_path / "not" / "yet")})
     assert _find(run_checkup(here), "model cache").status is Status.OK
 
@@ -403,7 +445,7 @@ def test_a_deleted_folder_is_a_finding(tmp_path: Path, monkeypatch: pytest.Monke
     )
     for here in (HEALTHY, relative):
         finding = _find(run_checkup(here), "this folder")
-        assert finding.status is Status.FAULT
+        assert finding.status is Status.ERROR
         assert "deleted" in finding.detail
 
 

@@ -1,4 +1,4 @@
-"""Kubernetes: nodes, labels and pods in the API's shape, and its faults."""
+"""Kubernetes: nodes, labels and pods in the API's shape, and its errors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from tightfit.hardware.inventory import NodeState, plannable_cluster
 from tightfit.hardware.kubernetes import (
     build_inventory,
     parse_quantity,
-    probe_kubernetes,
     probe_kubernetes_inventory,
 )
 from tightfit.hardware.types import Cluster, NodeGroup
@@ -40,8 +39,13 @@ def _groups(cluster: Cluster) -> dict[str, NodeGroup]:
     return {group.name: group for group in cluster.groups}
 
 
+def _probe(pool: str | None = None, *, may_list_pods: bool = True) -> Cluster:
+    run = _recorded(may_list_pods=may_list_pods)
+    return plannable_cluster(probe_kubernetes_inventory(pool, run=run))
+
+
 def test_a_cluster_of_many_kinds() -> None:
-    groups = _groups(probe_kubernetes(run=_recorded()))
+    groups = _groups(_probe())
     seen = {
         name: (group.node.gpu.name, group.node.num_gpus, group.num_nodes, group.num_free_gpus)
         for name, group in groups.items()
@@ -61,7 +65,7 @@ def test_a_cluster_of_many_kinds() -> None:
 
 
 def test_what_is_left_out_or_unusual_is_said() -> None:
-    warnings = "\n".join(probe_kubernetes(run=_recorded()).warnings)
+    warnings = "\n".join(_probe().warnings)
     assert "volta-3 (drained: it is cordoned)" in warnings
     assert "volta-4 (down: it is not ready" in warnings
     assert "taint team" in warnings
@@ -108,46 +112,46 @@ def test_nodes_without_gpus_are_planned_as_cpus_where_there_is_nothing_else() ->
 
 
 def test_a_pool_by_its_name() -> None:
-    assert probe_kubernetes("t4-pool", run=_recorded()).num_gpus == 4
+    assert _probe("t4-pool").num_gpus == 4
     with pytest.raises(NotFoundError, match="t4-pool"):
-        probe_kubernetes("t4-pol", run=_recorded())
+        _probe("t4-pol")
 
 
 def test_without_the_right_to_list_pods_free_is_unknown() -> None:
-    cluster = probe_kubernetes(run=_recorded(may_list_pods=False))
+    cluster = _probe(may_list_pods=False)
     assert all(group.num_free_gpus is None for group in cluster.groups)
     assert any("not known what is free" in warning for warning in cluster.warnings)
 
 
-def test_nodes_that_tell_nothing_are_a_fault() -> None:
+def test_nodes_that_tell_nothing_are_an_error() -> None:
     with pytest.raises(SetupError) as caught:
         plannable_cluster(build_inventory([{"metadata": {"name": "cpu-1"}, "status": {}}], []))
-    assert "cpu-1: the cluster tells no cores" in caught.value.problem
+    assert "cpu-1: the cluster states no cores" in caught.value.problem
     assert "--on k8s --each" in caught.value.remedy
 
 
 @pytest.mark.parametrize("text", ["", "not json", "[]", "{}", "null", '{"items": 3}', "[" * 99999])
-def test_output_of_another_shape_is_a_fault(text: str) -> None:
+def test_output_of_another_shape_is_an_error(text: str) -> None:
     with pytest.raises(SetupError):
-        probe_kubernetes(run=lambda _arguments, _seconds: text)
+        probe_kubernetes_inventory(run=lambda _arguments, _seconds: text)
 
 
-def test_missing_and_hanging_commands_are_faults(
+def test_missing_and_hanging_commands_are_errors(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
     with pytest.raises(SetupError, match="No Kubernetes cluster is configured"):
-        probe_kubernetes()
+        probe_kubernetes_inventory()
     monkeypatch.setitem(sys.modules, "kubernetes", None)
     with pytest.raises(SetupError, match="Neither is the Python client"):
-        probe_kubernetes()
+        probe_kubernetes_inventory()
     script = tmp_path / "kubectl"
     script.write_text("#!/bin/sh\nexec /bin/sleep 30\n")
     script.chmod(0o755)
     monkeypatch.setattr("tightfit.hardware.kubernetes.TIMEOUT_SECONDS", 0.2)
     with pytest.raises(SetupError, match="no answer"):
-        probe_kubernetes()
+        probe_kubernetes_inventory()
 
 
 @pytest.mark.parametrize(
@@ -225,9 +229,9 @@ _PODS = st.lists(
 
 
 @given(_NODES, _PODS)
-def test_any_objects_give_a_cluster_or_one_fault(nodes: object, pods: object) -> None:
+def test_any_objects_give_a_cluster_or_one_error(nodes: object, pods: object) -> None:
     def run(arguments: Sequence[str], _seconds: float) -> str:
         return json.dumps({"items": nodes if arguments[2] == "nodes" else pods})
 
     with contextlib.suppress(UserError):
-        probe_kubernetes(run=run)
+        probe_kubernetes_inventory(run=run)

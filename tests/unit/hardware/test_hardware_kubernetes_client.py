@@ -127,13 +127,13 @@ def test_pods_that_may_not_be_listed(api: Api) -> None:
     assert {node.state for node in usable} == {NodeState.READY}
 
 
-def test_nodes_that_may_not_be_listed_are_a_fault(api: Api) -> None:
+def test_nodes_that_may_not_be_listed_are_an_error(api: Api) -> None:
     api.forbidden.add("nodes")
     with pytest.raises(SetupError, match="403"):
         probe_kubernetes_inventory()
 
 
-def test_a_server_that_is_gone_is_a_fault(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_server_that_is_gone_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     config = {
         "current-context": "lab",
         "clusters": [{"name": "lab", "cluster": {"server": "http://127.0.0.1:9"}}],

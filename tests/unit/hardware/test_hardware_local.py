@@ -11,8 +11,13 @@ from fake_nvml import H100, MIB, T4, V100, Card, FakeNvml
 from tightfit.core.units import GIB
 from tightfit.hardware.catalogue import find_gpu
 from tightfit.hardware.local import gpu_from_reading, probe_here
-from tightfit.hardware.machine import Machine, model_cache, read_free_disk, read_machine
-from tightfit.hardware.nvml import read_driver
+from tightfit.hardware.machine import (
+    Machine,
+    model_cache,
+    read_driver,
+    read_free_disk,
+    read_machine,
+)
 from tightfit.hardware.types import Cluster
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "hardware"

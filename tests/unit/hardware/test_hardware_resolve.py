@@ -9,9 +9,8 @@ import pytest
 from tightfit.core.errors import NotFoundError, SetupError, UsageError
 from tightfit.hardware import kubernetes, local, slurm
 from tightfit.hardware.inventory import ClusterNode, Inventory, NodeGpus, NodePool, NodeState
-from tightfit.hardware.resolve import resolve_hardware
+from tightfit.hardware.resolve import parse_hardware, resolve_hardware
 from tightfit.hardware.types import Cluster
-from tightfit.hardware.words import parse_hardware
 
 
 def test_each_word_goes_to_its_own_probe(monkeypatch: pytest.MonkeyPatch) -> None:

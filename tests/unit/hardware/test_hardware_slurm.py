@@ -1,4 +1,4 @@
-"""Slurm: recorded outputs of a real controller, documented variants, and its faults."""
+"""Slurm: recorded outputs of a real controller, documented variants, and its errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from tightfit.hardware.slurm import (
     parse_details,
     parse_gres,
     parse_nodes,
-    probe_slurm,
     probe_slurm_inventory,
     read_state,
 )
@@ -50,7 +49,7 @@ def _run_recorded(name: str) -> object:
 
 
 def _probe(name: str, partition: str | None = None) -> Cluster:
-    return probe_slurm(partition, run=_run_recorded(name))  # type: ignore[arg-type]
+    return plannable_cluster(_inventory(name, partition))
 
 
 def _inventory(name: str, partition: str | None = None) -> Inventory:
@@ -168,21 +167,21 @@ def test_gres_forms(text: str, expected: list[tuple[str | None, int]]) -> None:
     assert parse_gres(text) == tuple(Gres(kind=kind, count=count) for kind, count in expected)
 
 
-def test_a_line_of_another_shape_is_a_fault_with_the_command_to_try() -> None:
+def test_a_line_of_another_shape_is_an_error_with_the_command_to_try() -> None:
     with pytest.raises(SetupError) as caught:
         parse_nodes("node1 batch gpu:1\n")
     assert "sinfo" in caught.value.remedy
 
 
-def test_an_empty_cluster_is_a_fault() -> None:
+def test_an_empty_cluster_is_an_error() -> None:
     with pytest.raises(SetupError):
         build_inventory(parse_nodes(""), details={})
 
 
-def test_a_missing_command_is_a_fault(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_missing_command_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(SetupError) as caught:
-        probe_slurm()
+        probe_slurm_inventory()
     assert "`sinfo` is not on this machine" in caught.value.problem
     assert "--on" in caught.value.remedy
 
@@ -195,7 +194,7 @@ def test_a_failing_command_gives_its_own_words(
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     with pytest.raises(SetupError, match="Unable to contact"):
-        probe_slurm()
+        probe_slurm_inventory()
 
 
 def test_the_users_own_format_does_not_leak_in(
@@ -207,7 +206,7 @@ def test_the_users_own_format_does_not_leak_in(
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     monkeypatch.setenv("SINFO_FORMAT", "%n")
-    assert probe_slurm("long").num_gpus == 4
+    assert plannable_cluster(probe_slurm_inventory("long")).num_gpus == 4
 
 
 def test_every_node_is_in_the_inventory_once() -> None:
@@ -268,10 +267,13 @@ def test_a_hidden_partition_is_found_by_its_name() -> None:
             return ""
         return shown + (hidden if is_all else "")
 
-    assert [group.name for group in probe_slurm(run=run).groups] == ["open"]
-    assert probe_slurm("secret", run=run).num_gpus == 4
+    shown_groups = plannable_cluster(probe_slurm_inventory(run=run)).groups
+    assert [group.name for group in shown_groups] == ["open"]
+    assert plannable_cluster(probe_slurm_inventory("secret", run=run)).num_gpus == 4
     with pytest.raises(NotFoundError, match="`secret`"):
-        probe_slurm("secre", run=lambda arguments, _s: run([*arguments, ALL_PARTITIONS], 1.0))
+        probe_slurm_inventory(
+            "secre", run=lambda arguments, _s: run([*arguments, ALL_PARTITIONS], 1.0)
+        )
 
 
 NODE = "n1|p|up|{gres}|64000|{cores}|{state}|infinite|0|{features}\n"
@@ -371,7 +373,7 @@ def test_cpu_nodes_of_other_sizes_are_other_groups() -> None:
     }
 
 
-def test_gpus_that_are_all_down_are_a_fault_and_no_cpus() -> None:
+def test_gpus_that_are_all_down_are_an_error_and_no_cpus() -> None:
     lines = "g1|p|up|gpu:t4:2|64000|8|down*|infinite|0|(null)\n" + NODE.format(
         gres="(null)", cores=8, state="idle", features="(null)"
     )
@@ -385,7 +387,7 @@ _LINES = st.lists(st.lists(_FIELD, min_size=10, max_size=10).map("|".join), max_
 
 
 @given(_LINES)
-def test_any_lines_give_a_cluster_or_one_fault(lines: list[str]) -> None:
+def test_any_lines_give_a_cluster_or_one_error(lines: list[str]) -> None:
     text = "\n".join(lines)
     with contextlib.suppress(UserError):
         plannable_cluster(build_inventory(parse_nodes(text), details=parse_details(text)))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tightfit.core.errors import InvalidInputError, NotFoundError, UserError
-from tightfit.hardware.words import parse_hardware
+from tightfit.hardware.resolve import parse_hardware
 
 
 @pytest.mark.parametrize(

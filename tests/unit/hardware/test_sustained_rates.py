@@ -16,8 +16,8 @@ from made_calibrations import (
     make_matmuls,
     make_traffic,
 )
-from tightfit.core.data_profile import DataProfile
 from tightfit.core.dtypes import Dtype
+from tightfit.core.profiles import DataProfile
 from tightfit.core.strategy import Quirks, Strategy
 from tightfit.estimation.communication import find_links
 from tightfit.estimation.inference import InferenceJob, estimate_inference

@@ -12,9 +12,9 @@ from transformers import (
     AutoConfig,
 )
 
+from tightfit.core.attention import AttentionFeature
 from tightfit.models.attention import read_attention_extras
 from tightfit.models.families.registry import FAMILIES, find_family
-from tightfit.models.spec import AttentionFeature
 
 WITHOUT_A_CLASS = {"baichuan", "chatglm", "qwen", "RefinedWeb", "RefinedWebModel"}
 """Code on the hub only."""

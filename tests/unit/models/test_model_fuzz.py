@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tightfit.core.errors import UserError
-from tightfit.models.catalogue import list_config_files
+from tightfit.models.catalogue import list_models
 from tightfit.models.config import parse_json, read_config
 from tightfit.models.families.registry import FAMILIES
 from tightfit.models.spec import ModelSpec, explain_parameter_count
@@ -20,7 +20,8 @@ FAST = settings(
 )
 _FOLDER = files("tightfit.catalogue").joinpath("models")
 _CONFIGS: list[dict[str, Any]] = [
-    json.loads(_FOLDER.joinpath(name).read_bytes()) for name in list_config_files()[::5]
+    json.loads(_FOLDER.joinpath(name).read_bytes())
+    for name in sorted(row.file for row in list_models())[::5]
 ]
 _KEYS = [
     *sorted({key for config in _CONFIGS for key in config}),

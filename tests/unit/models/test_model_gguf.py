@@ -117,6 +117,13 @@ def test_header_equals_what_the_reference_reader_sees(tmp_path: Path) -> None:
     assert set(ours.metadata) == {name for name in theirs.fields if not name.startswith("GGUF.")}
     assert ours.metadata["tokenizer.ggml.tokens"] == LongArray(VOCAB)
 
+    whole = read_gguf_header(path, keeps_arrays=True)
+    assert {
+        name: list(value) if isinstance(value, tuple) else value
+        for name, value in whole.metadata.items()
+    } == {name: theirs.fields[name].contents() for name in whole.metadata}
+    assert [t.start for t in whole.tensors] == [t.data_offset for t in theirs.tensors]
+
 
 def test_unknown_architecture_warns(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "m.gguf", "brandnew", llama_tensors(tied=False))

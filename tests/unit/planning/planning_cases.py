@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tightfit.core.data_profile import DataProfile
+from tightfit.core.profiles import DataProfile
 from tightfit.hardware.catalogue import find_gpu
 from tightfit.hardware.types import Cluster, Gpu, Node, NodeGroup
 from tightfit.models.resolve import resolve_model

@@ -8,8 +8,11 @@ import pytest
 from planning_cases import make_cluster
 
 from tightfit.api.training.settings import read_settings
-from tightfit.core.memory_peak import Peak, PeakTensor
-from tightfit.core.strategy import Attention, Loss, Method, Optimizer, Sharding, Strategy
+from tightfit.core.attention import Attention
+from tightfit.core.optimizers import Optimizer
+from tightfit.core.profiles import Peak, PeakTensor
+from tightfit.core.settings import Loss, Method, Sharding
+from tightfit.core.strategy import Strategy
 from tightfit.core.units import GIB
 from tightfit.models.resolve import resolve_model
 from tightfit.planning.advice import Alternative, judge_alternatives, list_alternatives

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tightfit.core.strategy import Strategy
-from tightfit.planning.requirements import REQUIRED_PACKAGES, list_missing_packages
+from tightfit.planning.plan import REQUIRED_PACKAGES, list_missing_packages
 
 
 @pytest.mark.parametrize(

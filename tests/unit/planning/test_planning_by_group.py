@@ -6,7 +6,8 @@ from pathlib import Path
 
 from planning_cases import SHORT_ROWS, make_cluster, make_request
 
-from tightfit.hardware.slurm import probe_slurm
+from tightfit.hardware.inventory import plannable_cluster
+from tightfit.hardware.slurm import probe_slurm_inventory
 from tightfit.hardware.types import Cluster
 from tightfit.planning.search import search
 
@@ -18,7 +19,7 @@ def _recorded(partition: str | None = None) -> Cluster:
         kind = "nodes" if "-o" in arguments else "used"  # type: ignore[operator]
         return (RECORDED / f"slurm_22_05_lab.{kind}.txt").read_text()
 
-    return probe_slurm(partition, run=run)
+    return plannable_cluster(probe_slurm_inventory(partition, run=run))
 
 
 def test_every_group_has_its_best_plan() -> None:

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 from planning_cases import SHORT_ROWS, make_request
 
+from tightfit.core.attention import Attention
 from tightfit.core.dtypes import Dtype
-from tightfit.core.strategy import Attention, Loss, Method, Offload, Sharding
-from tightfit.core.training import Training
+from tightfit.core.settings import Loss, Method, Offload, Sharding
+from tightfit.core.strategy import Training
 from tightfit.core.units import GIB
 from tightfit.hardware.local import CpuReading, probe_cpu
 from tightfit.hardware.machine import Machine

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_cases import SHORT_ROWS, make_cluster, make_request
 
-from tightfit.core.strategy import Offload, Sharding
+from tightfit.core.settings import Offload, Sharding
 from tightfit.hardware.catalogue import find_gpu
 from tightfit.planning.fallback import list_fallbacks
 from tightfit.planning.plan import Plan

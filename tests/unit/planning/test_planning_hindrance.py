@@ -38,7 +38,7 @@ def test_of_two_that_would_do_the_first_is_found() -> None:
     assert _find(dict(reversed(fixed.items()))) == ("micro_batch",)
 
 
-def test_what_the_hardware_lacks_is_no_fault_of_a_setting() -> None:
+def test_what_the_hardware_lacks_is_no_error_of_a_setting() -> None:
     assert _find({"packing": True}, model="Llama-2-70b") == ()
 
 

@@ -11,7 +11,7 @@ from tightfit.estimation.result import Estimate, Verdict
 from tightfit.hardware.catalogue import find_gpu
 from tightfit.hardware.types import Node
 from tightfit.models.resolve import resolve_model
-from tightfit.planning.judge import judge_strategy
+from tightfit.planning.filter import judge_strategy
 
 
 def _judge(model: str, gpu: str, **fields: Any) -> Estimate:

@@ -8,7 +8,7 @@ import pytest
 from planning_cases import make_cluster, make_request
 
 from made_calibrations import make_calibration
-from tightfit.core.strategy import Optimizer
+from tightfit.core.optimizers import Optimizer
 from tightfit.hardware.calibration import OptimizerTime
 from tightfit.hardware.catalogue import find_gpu
 from tightfit.hardware.types import Gpu

@@ -6,7 +6,7 @@ from planning_cases import make_cluster, make_request
 
 from tightfit.core.strategy import Strategy
 from tightfit.estimation.memory import estimate_step_peak_bytes
-from tightfit.planning.known_outcomes import KnownOutcome
+from tightfit.planning.filter import KnownOutcome
 from tightfit.planning.search import search
 
 CLUSTER = make_cluster((1, "RTX 4090"))

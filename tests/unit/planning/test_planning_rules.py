@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -54,7 +53,7 @@ def _case(
 
 def _as_opt(case: Case) -> Case:
     changes = {"model_type": "opt", "attention_extras": ()}
-    return replace(case, spec=case.spec.model_copy(update=changes))
+    return case._replace(spec=case.spec.model_copy(update=changes))
 
 
 def _without_capability(case: Case) -> Case:
@@ -97,6 +96,10 @@ CASES: dict[str, tuple[Callable[[], Case], Callable[[], Case]]] = {
         lambda: _case({"weights": "nf4"}),
         lambda: _case({"weights": "nf4", "method": "lora"}),
     ),
+    "quantized-family": (
+        lambda: _case({"weights": "nf4", "method": "lora"}, model="falcon-7b"),
+        lambda: _case({"weights": "bf16", "method": "lora"}, model="falcon-7b"),
+    ),
     "packed-arithmetic": (
         lambda: _case({"compute": "int8"}),
         lambda: _case({"weights": "int8", "method": "lora"}),
@@ -118,19 +121,19 @@ CASES: dict[str, tuple[Callable[[], Case], Callable[[], Case]]] = {
         lambda: _case(_BF16, model="gemma-3-1b-it"),
     ),
     "fp16-overflow-t5": (lambda: _case(_FP16, model="t5-base"), lambda: _case(_FP16)),
-    "flash-capability": (
+    "attention-capability": (
         lambda: _case(_FP16 | {"attention": "flash"}, gpu="T4"),
         lambda: _case(_FP16 | {"attention": "flash"}, gpu="RTX 3090"),
     ),
-    "flash-dtype": (
+    "attention-dtype": (
         lambda: _case({"attention": "flash"}),
         lambda: _case(_BF16 | {"attention": "flash"}),
     ),
-    "flash-head-dim": (
+    "attention-head-dim": (
         lambda: _wide_heads(_case(_BF16 | {"attention": "flash"})),
         lambda: _case(_BF16 | {"attention": "flash"}, model="gemma-2-9b"),
     ),
-    "flash-family": (
+    "attention-family": (
         lambda: _case(_BF16 | {"attention": "flash"}, model="bloom-1b1"),
         lambda: _case(_BF16 | {"attention": "flash"}, model="gpt2"),
     ),
@@ -148,8 +151,16 @@ CASES: dict[str, tuple[Callable[[], Case], Callable[[], Case]]] = {
         lambda: _case({"attention": "sdpa"}, model="gpt2"),
     ),
     "fused-family": (
-        lambda: _case({"loss": "fused"}, model="gpt2"),
+        lambda: _case({"fused_kernels": True}, model="gpt2"),
         lambda: _case({"loss": "chunked"}, model="gpt2"),
+    ),
+    "fused-loss-family": (
+        lambda: _case({"loss": "fused"}, model="gpt2"),
+        lambda: _case({"loss": "fused", "trainer": "trl@1.16"}, model="gpt2"),
+    ),
+    "trainer": (
+        lambda: _case({"loss": "chunked", "trainer": "trl@1.16"}),
+        lambda: _case({"loss": "fused", "trainer": "trl@1.16"}),
     ),
     "compile-over-fused": (
         lambda: _case({"compile": True, "fused_kernels": True}),
@@ -366,14 +377,18 @@ CASES: dict[str, tuple[Callable[[], Case], Callable[[], Case]]] = {
         lambda: _case(_NF4 | {"upcast_unquantized": True}),
     ),
     "cpu-kernels": (
-        lambda: _on_cpu(_case({"loss": "fused"})),
+        lambda: _on_cpu(_case({"fused_kernels": True})),
         lambda: _on_cpu(_case({"loss": "chunked"})),
+    ),
+    "cpu-loss": (
+        lambda: _on_cpu(_case({"loss": "fused"})),
+        lambda: _on_cpu(_case({"loss": "fused", "trainer": "trl@1.16"})),
     ),
     "cpu-optimizer": (
         lambda: _on_cpu(_case({"optimizer": "adamw-kernel"})),
         lambda: _on_cpu(_case({"optimizer": "adamw"})),
     ),
-    "cpu-flash": (
+    "cpu-attention": (
         lambda: _on_cpu(_case(_BF16 | {"attention": "flash"})),
         lambda: _on_cpu(_case({"attention": "sdpa"})),
     ),

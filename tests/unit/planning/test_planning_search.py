@@ -9,14 +9,15 @@ import pytest
 from planning_cases import SHORT_ROWS, make_cluster, make_request
 
 from machine_pace import allow
+from tightfit.core.attention import Attention
 from tightfit.core.dtypes import Dtype
-from tightfit.core.strategy import Attention, Method
+from tightfit.core.settings import Method
 from tightfit.core.units import GIB
 from tightfit.estimation.result import Verdict
 from tightfit.hardware.catalogue import find_gpu
+from tightfit.planning.describe import name_method
 from tightfit.planning.plan import Plan
 from tightfit.planning.ranking import handicap_total, measure_seconds
-from tightfit.planning.request import name_method
 from tightfit.planning.rules import Case, find_violations
 from tightfit.planning.search import SearchResult, search
 
@@ -187,6 +188,27 @@ def test_groups_are_planned_apart_and_ranked_together() -> None:
         assert plan.strategy.sharding.value != "single" or plan.strategy.world_size == 1
 
 
+def test_quantized_weights_that_save_nothing_are_left_out_and_named() -> None:
+    """GPT-2 is so small that packed products keep more beside them than packing saves."""
+    result = search(make_request("gpt2"), make_cluster((1, "T4")))
+    assert "qlora" not in {name_method(plan.strategy) for plan in result.plans}
+    assert any("qlora saves no memory" in exclusion.reason for exclusion in result.excluded)
+    asked = search(make_request("gpt2", method="qlora"), make_cluster((1, "T4")))
+    assert asked.plans
+
+
+@pytest.mark.parametrize("gpu", ["V100-32GB", "RTX-4090", "A100-80GB"])
+def test_fewer_plans_are_the_first_of_more(gpu: str) -> None:
+    cluster = make_cluster((4, gpu))
+    found = {
+        count: [plan.strategy for plan in search(make_request(), cluster, num_plans=count).plans]
+        for count in (1, 3, 5, 8)
+    }
+    assert len(found[5]) == 5
+    for count, plans in found.items():
+        assert plans == found[8][:count]
+
+
 def test_a_method_asked_for_is_the_method_planned() -> None:
     for method in ("full", "lora", "qlora"):
         result = search(make_request(method=method), make_cluster((8, "A100-80GB")))
@@ -280,3 +302,14 @@ def test_a_base_that_cannot_be_loaded_is_no_plan() -> None:
     full = search(request, make_cluster((1, "RTX-4090"), host_memory_bytes=GIB))
     assert full.shortfall is not None
     assert full.shortfall.what == "of host memory per node", "the card has room"
+
+
+def test_why_adapters_have_no_zero1_is_said_and_full_tuning_has_it() -> None:
+    cluster = make_cluster((8, "A100-80GB"))
+    reasons = [one.reason for one in search(make_request(), cluster).excluded]
+    assert any("ZeRO-1" in reason for reason in reasons)
+    asked = search(make_request(fixed={"sharding": "zero1"}), cluster)
+    assert asked.plans[0].strategy.sharding.value == "zero1"
+    assert not any("--set sharding=zero1" in one.reason for one in asked.excluded)
+    full = search(make_request("Llama-3.1-8B", method="full"), cluster, num_plans=8)
+    assert "zero1" in {plan.strategy.sharding.value for plan in full.plans}

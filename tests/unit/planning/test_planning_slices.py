@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 from planning_cases import make_cluster, make_request
 
-from tightfit.core.strategy import Loss, Strategy
+from tightfit.core.settings import Loss
+from tightfit.core.strategy import Strategy
 from tightfit.estimation.memory import MODEL_ERROR_FRACTION
 from tightfit.estimation.result import Verdict
+from tightfit.planning.describe import describe_strategy
 from tightfit.planning.fallback import list_fallbacks
-from tightfit.planning.known_outcomes import KnownOutcome
+from tightfit.planning.filter import KnownOutcome
 from tightfit.planning.plan import Plan
-from tightfit.planning.request import JobRequest, describe_strategy
+from tightfit.planning.request import JobRequest
 from tightfit.planning.search import LARGE_CHUNK_FACTOR, search
 
 FIXED: dict[str, Any] = {
@@ -38,7 +40,7 @@ def test_a_roomy_card_gets_wide_slices_and_is_told_what_they_bring() -> None:
     assert plan.strategy.loss_chunk_factor == LARGE_CHUNK_FACTOR
     [why] = [line for line in plan.why if line.startswith("large loss chunks:")]
     assert "x faster" in why
-    assert any(line.startswith("a loss that never holds all logits:") for line in plan.why)
+    assert any(line.startswith("loss in chunks of tokens:") for line in plan.why)
     assert "large loss chunks" in describe_strategy(plan.strategy)
 
     narrow = _plan(_request(loss_chunk_factor=1))

@@ -7,13 +7,16 @@ from typing import Any
 import pytest
 from planning_cases import SHORT_ROWS, make_cluster, make_request
 
+from tightfit.core.attention import Attention
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import UsageError
-from tightfit.core.strategy import Attention, Method, Offload, Sharding, Strategy
+from tightfit.core.settings import Method, Offload, Sharding
+from tightfit.core.strategy import Strategy
 from tightfit.hardware.catalogue import find_gpu
 from tightfit.hardware.types import Node
 from tightfit.models.resolve import resolve_model
-from tightfit.planning.request import DEFAULT_EFFECTIVE_BATCH, JobRequest, name_method
+from tightfit.planning.describe import name_method
+from tightfit.planning.request import DEFAULT_EFFECTIVE_BATCH, JobRequest
 from tightfit.planning.space import (
     choose_attention,
     choose_compute_dtype,

@@ -8,16 +8,17 @@ import pytest
 from planning_cases import make_cluster, make_request
 
 from tightfit.core.dtypes import Dtype
-from tightfit.core.strategy import Sharding, Strategy
+from tightfit.core.settings import Sharding
+from tightfit.core.strategy import Strategy
 from tightfit.estimation.job import estimate_job
 from tightfit.estimation.result import Verdict
 from tightfit.hardware.catalogue import find_gpu
 from tightfit.hardware.types import Node
 from tightfit.models.resolve import resolve_model
+from tightfit.planning.describe import name_method
 from tightfit.planning.fallback import list_fallbacks
 from tightfit.planning.plan import Plan
 from tightfit.planning.ranking import measure_seconds
-from tightfit.planning.request import name_method
 from tightfit.planning.rules import Case, find_violations
 from tightfit.planning.search import search
 
@@ -114,8 +115,11 @@ def test_a_step_is_that_of_lora_and_disk_that_of_qlora() -> None:
     assert beside == 4096 * 11008 // 2 + 5 * (4096 * 11008 // 64)
 
 
-def test_falcon_has_nothing_to_unpack() -> None:
-    assert not _plans("H200", model="falcon-7b")[0].strategy.dequantized_base
+def test_falcon_has_nothing_to_pack() -> None:
+    request = make_request("falcon-7b", method="qlora")
+    found = search(request, make_cluster((1, "H200")))
+    assert not found.plans
+    assert "packs none of falcon's layers" in (found.failure or "")
 
 
 # With fp8

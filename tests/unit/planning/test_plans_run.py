@@ -16,12 +16,13 @@ import pytest
 from planning_cases import SHORT_ROWS, make_cluster
 from transformers import AutoConfig
 
-from tightfit.core.data_profile import DataProfile
+from tightfit.core.attention import Attention
 from tightfit.core.errors import UserError
-from tightfit.core.strategy import Offload, Sharding, Strategy
+from tightfit.core.profiles import DataProfile
+from tightfit.core.settings import Offload, Sharding
+from tightfit.core.strategy import Strategy
 from tightfit.hardware.local import CpuReading, probe_cpu
 from tightfit.hardware.types import NodeGroup
-from tightfit.models.attention import FLASH
 from tightfit.models.catalogue import CatalogueRow, list_models, load_row, read_row
 from tightfit.models.spec import ModelSpec
 from tightfit.planning.request import JobRequest
@@ -30,7 +31,7 @@ from tightfit.planning.search import search
 from tightfit.planning.space import Layout, enumerate_strategies
 from tightfit.runtime import attention
 from tightfit.runtime.attention import VarlenKernel, check_packing, resolve_attention
-from tightfit.runtime.layers import check_liger
+from tightfit.runtime.kernels.liger import check_liger
 
 CARDS = ("CPU", "T4", "V100-32GB", "A100-80GB", "RTX 4090", "H100-80GB")
 TYPES_WITHOUT_A_CLASS = {"baichuan", "chatglm", "qwen", "RefinedWeb", "RefinedWebModel"}
@@ -80,13 +81,12 @@ def list_legal(spec: ModelSpec, group: NodeGroup) -> Iterator[Strategy]:
 
 
 def check(row: CatalogueRow, strategy: Strategy, group: NodeGroup) -> None:
-    """As `LoadRequest.from_strategy`, `read_config` and `prepare_model` do it."""
+    """As `read_config` and `prepare_model` do it."""
     gpu, config = group.node.gpu, read_transformers_config(row)
     capability = gpu.compute_capability or (0, 0)
     name = attention.choose_attention_name(
         strategy,
-        is_packed=strategy.packing,
-        has_varlen=not gpu.is_cpu and capability >= FLASH.min_capability,
+        has_varlen=not gpu.is_cpu and capability >= Attention.FLASH.record.min_capability,
     )
     implementation = resolve_attention(config, name)
     if strategy.packing:
@@ -103,7 +103,7 @@ def flash_attn(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         is_flash_attn=True,
         has_scale=True,
         has_grouped_heads=True,
-        features=FLASH.package_features,
+        features=Attention.FLASH.record.package_features,
     )
     is_installed: bool = request.param
     monkeypatch.setattr(attention, "_has_flash_attn", lambda: is_installed)

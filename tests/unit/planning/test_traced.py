@@ -14,13 +14,13 @@ from tightfit.estimation.result import Verdict
 from tightfit.planning.plan import Plan
 from tightfit.planning.search import SearchResult, search
 from tightfit.planning.traced import (
-    TraceOutcome,
     TraceRequest,
     apply_trace,
     make_trace_request,
     trace_plans,
 )
 from tightfit.trace.result import TracedMemory
+from tightfit.trace.tracer import TraceResponse
 from trace_cases import record_full_tuning, trace
 
 TRACED = trace(record_full_tuning())
@@ -50,8 +50,8 @@ def best(result: SearchResult) -> Plan:
 
 
 def answer(
-    make: Callable[[TraceRequest], TraceOutcome],
-) -> Callable[[Sequence[TraceRequest]], list[TraceOutcome]]:
+    make: Callable[[TraceRequest], TraceResponse],
+) -> Callable[[Sequence[TraceRequest]], list[TraceResponse]]:
     return lambda wishes: [make(wish) for wish in wishes]
 
 
@@ -125,7 +125,7 @@ def test_the_room_is_the_card_less_the_context(best: Plan) -> None:
 
 def test_a_plan_that_cannot_be_traced_keeps_its_formulas(result: SearchResult) -> None:
     after = trace_plans(
-        result, answer(lambda _: TraceOutcome(traced=None, problem="no torch")), num_traced=2
+        result, answer(lambda _: TraceResponse(traced=None, problem="no torch")), num_traced=2
     )
     assert [plan.strategy for plan in after.result.plans] == [p.strategy for p in result.plans]
     assert after.result.plans[0].estimate == result.plans[0].estimate
@@ -135,9 +135,9 @@ def test_a_plan_that_cannot_be_traced_keeps_its_formulas(result: SearchResult) -
 def test_what_never_fits_is_lost_and_the_next_moves_up(result: SearchResult) -> None:
     first = result.plans[0].strategy
 
-    def find(wish: TraceRequest) -> TraceOutcome:
+    def find(wish: TraceRequest) -> TraceResponse:
         is_first = wish.strategy.weights is first.weights and wish.strategy.method is first.method
-        return TraceOutcome(traced=BIG if is_first else SMALL)
+        return TraceResponse(traced=BIG if is_first else SMALL)
 
     after = trace_plans(result, answer(find), num_traced=len(result.plans))
     assert after.lost
@@ -146,13 +146,27 @@ def test_what_never_fits_is_lost_and_the_next_moves_up(result: SearchResult) -> 
     assert len(after.traces) == len(after.result.plans)
 
 
+def test_where_the_one_traced_plan_is_lost_the_next_is_traced(result: SearchResult) -> None:
+    first = result.plans[0].strategy
+
+    def find(wish: TraceRequest) -> TraceResponse:
+        is_first = wish.strategy.weights is first.weights and wish.strategy.method is first.method
+        return TraceResponse(traced=BIG if is_first else SMALL)
+
+    after = trace_plans(result, answer(find), num_traced=1)
+    assert after.lost[0].strategy.method is first.method
+    assert len(after.traces) == 1
+    assert after.result.plans[0].estimate.tier == "traced"
+    assert after.result.plans[0].estimate.verdict is Verdict.FITS
+
+
 def test_half_the_micro_batch_is_tried_before_a_plan_is_lost(result: SearchResult) -> None:
     largest = max(plan.strategy.micro_batch for plan in result.plans)
     assert largest > 1, "the case must have something to halve"
 
-    def find(wish: TraceRequest) -> TraceOutcome:
+    def find(wish: TraceRequest) -> TraceResponse:
         is_large = wish.strategy.micro_batch >= largest
-        return TraceOutcome(traced=BIG if is_large else SMALL)
+        return TraceResponse(traced=BIG if is_large else SMALL)
 
     after = trace_plans(result, answer(find), num_traced=len(result.plans))
     assert not after.lost
@@ -166,10 +180,10 @@ def test_no_more_layers_are_recomputed_than_must_be(result: SearchResult) -> Non
     plan = next(plan for plan in result.plans if plan.strategy.checkpointing)
     asked: list[TraceRequest] = []
 
-    def find(wish: TraceRequest) -> TraceOutcome:
+    def find(wish: TraceRequest) -> TraceResponse:
         asked.append(wish)
         fewest = 5 if wish.wants_fewest_recomputed else None
-        return TraceOutcome(traced=SMALL, fewest_recomputed=fewest)
+        return TraceResponse(traced=SMALL, fewest_recomputed=fewest)
 
     one = SearchResult(plans=(plan,), excluded=(), num_considered=1, shortfall=None)
     after = trace_plans(one, answer(find), num_traced=1).result.plans[0]
@@ -192,9 +206,9 @@ def test_a_micro_batch_that_was_asked_for_is_not_halved(result: SearchResult, na
     asked = replace(result, fixed=frozenset({name}))
     seen: list[int] = []
 
-    def find(wish: TraceRequest) -> TraceOutcome:
+    def find(wish: TraceRequest) -> TraceResponse:
         seen.append(wish.strategy.micro_batch)
-        return TraceOutcome(traced=BIG)
+        return TraceResponse(traced=BIG)
 
     after = trace_plans(asked, answer(find), num_traced=len(result.plans))
     assert set(seen) == {plan.strategy.micro_batch for plan in result.plans}
@@ -203,7 +217,7 @@ def test_a_micro_batch_that_was_asked_for_is_not_halved(result: SearchResult, na
 
 def test_nothing_is_said_to_need_fewer_layers_than_none(result: SearchResult) -> None:
     plan = next(plan for plan in result.plans if plan.strategy.checkpointing)
-    found = TraceOutcome(traced=SMALL, fewest_recomputed=0)
+    found = TraceResponse(traced=SMALL, fewest_recomputed=0)
     one = SearchResult(plans=(plan,), excluded=(), num_considered=1, shortfall=None)
     after = trace_plans(one, answer(lambda _: found), num_traced=1).result.plans[0]
     assert not after.strategy.checkpointing
@@ -217,7 +231,7 @@ def test_reasons_are_those_of_the_plan_that_is_left(result: SearchResult) -> Non
     on = plan.strategy.model_copy(update={"checkpointing": True, "recomputed_layers": None})
     why = ("recomputing activations: 1.40x slower, -9.0 GiB per GPU", "fused kernels: 1.12x faster")
     asked = replace(result, plans=(plan.model_copy(update={"strategy": on, "why": why}),))
-    free = TraceOutcome(traced=SMALL, fewest_recomputed=0)
+    free = TraceResponse(traced=SMALL, fewest_recomputed=0)
 
     reported = trace_plans(asked, answer(lambda _: free), num_traced=1).result.plans[0].why
 
@@ -233,8 +247,8 @@ def test_a_halved_batch_says_so(result: SearchResult) -> None:
     why = ("12 sequences per step, not 16: 1 GPU x micro-batch 4 x 3",)
     asked = replace(result, plans=(plan.model_copy(update={"strategy": twice, "why": why}),))
 
-    def find(wish: TraceRequest) -> TraceOutcome:
-        return TraceOutcome(traced=BIG if wish.strategy.micro_batch == 4 else SMALL)
+    def find(wish: TraceRequest) -> TraceResponse:
+        return TraceResponse(traced=BIG if wish.strategy.micro_batch == 4 else SMALL)
 
     reported = trace_plans(asked, answer(find), num_traced=1).result.plans[0]
     assert reported.strategy.micro_batch == 2
@@ -250,15 +264,15 @@ def test_slices_are_narrowed_before_the_batch_is_halved(result: SearchResult) ->
     )
     tried = []
 
-    def find(wish: TraceRequest) -> TraceOutcome:
+    def find(wish: TraceRequest) -> TraceResponse:
         tried.append((wish.strategy.loss_chunk_factor, wish.strategy.micro_batch))
-        return TraceOutcome(traced=BIG if tried[-1] != good else SMALL)
+        return TraceResponse(traced=BIG if tried[-1] != good else SMALL)
 
     good = (1, 4)
     reported = trace_plans(asked, answer(find), num_traced=1).result.plans[0]
     assert tried == [(4, 4), (1, 4)]
     assert reported.strategy == wide.model_copy(update={"loss_chunk_factor": 1})
-    assert reported.why == (why[0], "small loss chunks: traced, and wide ones do not fit")
+    assert reported.why == (why[0], "small loss chunks: traced, and large ones do not fit")
 
     tried.clear()
     good = (1, 1)

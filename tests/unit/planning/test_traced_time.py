@@ -12,19 +12,13 @@ from tightfit.core.strategy import Strategy
 from tightfit.planning.plan import Plan
 from tightfit.planning.search import SearchResult, search
 from tightfit.planning.traced import (
-    TraceOutcome,
     TraceRequest,
     find_document_len,
     time_plan,
     trace_plans,
 )
-from tightfit.trace.operations import (
-    FORWARD,
-    MEMORY_BOUND,
-    Operation,
-    OperationLog,
-    RepeatedOperations,
-)
+from tightfit.trace.result import FORWARD, MEMORY_BOUND, Operation, OperationLog, RepeatedOperations
+from tightfit.trace.tracer import TraceResponse
 from trace_cases import record_full_tuning, trace
 
 TRACED = trace(record_full_tuning(num_layers=2, tokens=64))
@@ -42,8 +36,8 @@ LOG = make_log(1e13)
 
 
 def settle(result: SearchResult, find: Callable[[TraceRequest], OperationLog | None]) -> list[Plan]:
-    def answer(wishes: Sequence[TraceRequest]) -> list[TraceOutcome]:
-        return [TraceOutcome(traced=TRACED, operations=find(wish)) for wish in wishes]
+    def answer(wishes: Sequence[TraceRequest]) -> list[TraceResponse]:
+        return [TraceResponse(traced=TRACED, operations=find(wish)) for wish in wishes]
 
     return list(trace_plans(result, answer, num_traced=len(result.plans)).result.plans)
 

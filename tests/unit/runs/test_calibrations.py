@@ -10,8 +10,8 @@ import pytest
 from made_calibrations import make_calibration
 from tightfit.core.errors import SetupError
 from tightfit.hardware.resolve import resolve_hardware
-from tightfit.runs import measured_rates
-from tightfit.runs.measured_rates import (
+from tightfit.runs import store
+from tightfit.runs.store import (
     apply_calibrations,
     calibration_path,
     read_calibration,
@@ -60,10 +60,10 @@ def test_a_broken_file_is_named_and_not_used(text: str, why: str) -> None:
     stored = read_calibration("H200-SXM")
 
     assert stored.calibration is None
-    assert stored.fault is not None
-    assert str(path) in stored.fault
-    assert why in stored.fault
-    assert "tightfit calibrate" in stored.fault
+    assert stored.problem is not None
+    assert str(path) in stored.problem
+    assert why in stored.problem
+    assert "tightfit calibrate" in stored.problem
 
 
 def test_a_file_of_another_host_is_not_used() -> None:
@@ -75,17 +75,17 @@ def test_a_file_of_another_host_is_not_used() -> None:
     stored = read_calibration("H200-SXM")
 
     assert stored.calibration is None
-    assert "elsewhere" in (stored.fault or "")
+    assert "elsewhere" in (stored.problem or "")
 
 
 def test_another_torch_is_told_and_the_rates_still_used(monkeypatch: pytest.MonkeyPatch) -> None:
     write_calibration(make_calibration(versions={"torch": "2.11.0"}))
-    monkeypatch.setattr(measured_rates, "read_version", lambda _: "2.13.0")
+    monkeypatch.setattr(store, "read_version", lambda _: "2.13.0")
 
     stored = read_calibration("H200-SXM")
 
     assert stored.calibration is not None
-    assert "torch 2.11.0, now it is 2.13.0" in (stored.fault or "")
+    assert "torch 2.11.0, now it is 2.13.0" in (stored.problem or "")
 
 
 def test_this_machine_alone_gets_its_rates() -> None:
@@ -122,7 +122,7 @@ def test_a_folder_that_cannot_be_made_is_an_error_with_a_remedy(
 def test_without_a_home_nothing_is_found_and_nothing_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(measured_rates, "ledger_path", lambda: None)
+    monkeypatch.setattr(store, "ledger_path", lambda: None)
 
     assert read_calibration("H200-SXM").calibration is None
     with pytest.raises(SetupError):

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from made_runs import make_eval, make_plan, make_records, make_run, make_step
+from tightfit.api.runs import plot_runs
 from tightfit.core.errors import SetupError
-from tightfit.runs.charts import draw_png, load_run_views
 from tightfit.runs.metrics import (
     EventRecord,
     Record,
@@ -23,7 +23,7 @@ from tightfit.runs.metrics import (
     write_records,
 )
 from tightfit.runs.report import RunReport, make_report
-from tightfit.runs.report_html import render_report
+from tightfit.runs.report_html import load_runs, render_report
 from tightfit.runs.run_folder import RunFolder
 
 LINES = [record.model_dump_json().encode() for record in make_records(6)]
@@ -109,7 +109,17 @@ def test_whatever_the_file_holds_there_is_a_report(
     report = make_report(run)
 
     assert RunReport.model_validate_json(report.model_dump_json()) == report
-    assert "</html>" in render_report(load_run_views([run]))
+
+
+@given(lines=st.lists(garbled_line, max_size=12))
+@settings(max_examples=10, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+def test_whatever_the_file_holds_there_is_a_page(
+    lines: list[bytes], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    run = RunFolder(path=tmp_path_factory.mktemp("run"))
+    run.write_plan(make_plan())
+    run.metrics_path.write_bytes(b"\n".join(lines))
+    assert "</html>" in render_report(load_runs([run]))
 
 
 @pytest.mark.parametrize(
@@ -127,4 +137,5 @@ def test_odd_runs_are_drawn(records: list[Record], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="pip install 'tightfit[plot]' un-skips this")
     run = make_run(tmp_path / "run", records=records)
 
-    assert draw_png([reported.curves for reported in load_run_views([run])])[:4] == b"\x89PNG"
+    plot_runs(load_runs([run]), tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"

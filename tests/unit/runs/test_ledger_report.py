@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import socket
@@ -14,12 +15,24 @@ import pytest
 
 from made_runs import make_eval, make_plan, make_records, make_run, make_step
 from tightfit.core.errors import NotFoundError
-from tightfit.hardware.nvml import DriverReading
-from tightfit.runs.environment import probe_environment, read_environment, write_environment
-from tightfit.runs.find import find_runs, read_found_runs, resolve_runs
+from tightfit.hardware.machine import DriverReading
 from tightfit.runs.metrics import EventRecord, Record, append_record
-from tightfit.runs.report import list_differing, make_report, probe_state, read_report, write_report
-from tightfit.runs.run_folder import RunFolder, RunStatus
+from tightfit.runs.report import (
+    find_runs,
+    list_differing,
+    make_report,
+    probe_state,
+    read_found_runs,
+    read_report,
+    resolve_runs,
+    write_report,
+)
+from tightfit.runs.run_folder import (
+    RunFolder,
+    RunState,
+    RunStatus,
+    probe_environment,
+)
 
 
 def test_a_whole_run_by_hand(tmp_path: Path) -> None:
@@ -169,9 +182,26 @@ def test_a_running_run_whose_process_is_gone_has_died(tmp_path: Path) -> None:
     assert status(pid=gone_pid()) is RunStatus.RUNNING
 
 
+def test_a_run_that_was_killed_while_it_started_has_died(tmp_path: Path) -> None:
+    def probe(name: str, pid: int | None) -> RunState:
+        run = make_run(tmp_path / name, status=RunStatus.PREPARED)
+        if pid is not None:
+            run.lock_path.write_text(json.dumps({"pid": pid, "host": socket.gethostname()}))
+        return probe_state(run)
+
+    died = probe("killed", gone_pid())
+    assert died.status is RunStatus.DIED
+    assert died.remedy is not None
+    assert probe("starting", os.getpid()).status is RunStatus.PREPARED
+    assert probe("queued", None).status is RunStatus.PREPARED
+    ended = make_run(tmp_path / "ended", status=RunStatus.FINISHED)
+    ended.lock_path.write_text(json.dumps({"pid": gone_pid(), "host": socket.gethostname()}))
+    assert probe_state(ended).status is RunStatus.FINISHED
+
+
 def test_the_host_may_stand_in_environment_json(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", status=RunStatus.RUNNING, pid=gone_pid())
-    write_environment(run, probe_environment([]))
+    run.write_environment(probe_environment([]))
     assert probe_state(run).status is RunStatus.DIED
 
 
@@ -179,13 +209,13 @@ def test_environment_needs_no_torch_and_keeps_the_command_line(tmp_path: Path) -
     driver = DriverReading(driver_version="580.1", cuda_version=(13, 0))
     found = probe_environment(["tightfit", "train", "a\udcff.yaml"], read_gpus=lambda: driver)
     run = make_run(tmp_path / "run")
-    write_environment(run, found)
+    run.write_environment(found)
 
-    assert read_environment(run) == found
+    assert run.read_environment() == found
     assert (found.driver, found.driver_cuda) == ("580.1", "13.0")
     assert found.python == sys.version.split()[0]
     assert found.argv[2] == "a\\udcff.yaml"
-    program = "import sys; from tightfit.runs.environment import *; probe_environment([]); "
+    program = "import sys; from tightfit.runs.run_folder import *; probe_environment([]); "
     out = subprocess.check_output(
         [sys.executable, "-c", f"{program}print(*sys.modules)"], text=True
     )
@@ -203,7 +233,7 @@ def test_runs_are_found_one_level_further_in_newest_first(tmp_path: Path) -> Non
     found = read_found_runs(find_runs(tmp_path))
 
     assert [run.folder.path.name for run in found] == ["new", "old", "broken"]
-    assert found[-1].fault is not None
+    assert found[-1].error is not None
 
 
 def test_a_name_is_looked_for_in_runs_and_the_nearest_is_named(

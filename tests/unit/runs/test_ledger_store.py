@@ -1,4 +1,4 @@
-"""The store: rows stay, writers do not trip over each other, and no fault of it stops a run."""
+"""The store: rows stay, writers do not trip over each other, and no error of it stops a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from made_runs import make_plan, make_run
-from tightfit.planning.known_outcomes import find_known_limit
+from tightfit.planning.filter import find_known_limit
 from tightfit.runs import store
 from tightfit.runs.report import make_report
 from tightfit.runs.run_folder import RunStatus

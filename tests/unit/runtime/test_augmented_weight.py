@@ -12,7 +12,7 @@ from test_fused_lora import IDS, adapted, assert_same, backward, distance, fold,
 from torch import Tensor, nn
 
 from tightfit.core.dtypes import Dtype
-from tightfit.estimation.fused_projections import FUSED_PROJECTION_NAMES, uses_augmented_weights
+from tightfit.estimation.weights import FUSED_PROJECTION_NAMES, uses_augmented_weights
 from tightfit.models.families.registry import find_family
 from tightfit.runtime.kernels.fused_lora import (
     AUGMENTED_COLUMNS,

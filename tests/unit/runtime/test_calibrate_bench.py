@@ -11,7 +11,7 @@ from made_calibrations import make_calibration, make_collectives
 from tightfit.hardware.catalogue import find_gpu
 from tightfit.hardware.types import Node
 from tightfit.runtime.calibrate import bench as benches
-from tightfit.runtime.calibrate import host, kernels
+from tightfit.runtime.calibrate import kernels, measure
 from tightfit.runtime.calibrate.bench import Bench
 from tightfit.runtime.calibrate.compare import compare_rates
 from tightfit.runtime.calibrate.kernels import attend_eagerly
@@ -144,8 +144,8 @@ def test_a_deeper_model_that_seems_quicker_is_timed_again(
         seconds = 1e-3 * next(left, 40.0)
         return seconds, 2 * seconds
 
-    monkeypatch.setattr(host, "_time_steps", time_steps)
-    found = host.measure_host(bench)
+    monkeypatch.setattr(measure, "_time_steps", time_steps)
+    found = measure.measure_host(bench)
     if is_kept:
         assert found.layer_forward_seconds == pytest.approx(7e-3 / (32 - 4))
         assert found.layer_backward_seconds == pytest.approx(14e-3 / (32 - 4))

@@ -10,10 +10,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from tightfit.hardware.nvml import DriverReading, GpuProcess, GpuReading
-from tightfit.runtime.calibrate import disturbance
-from tightfit.runtime.calibrate.bench import Bench, _measure_spread
-from tightfit.runtime.calibrate.disturbance import Disturbance
+from tightfit.hardware.machine import DriverReading, GpuProcess, GpuReading
+from tightfit.runtime.calibrate import bench
+from tightfit.runtime.calibrate.bench import Bench, Disturbance, _measure_spread
 
 QUIET = [0.02] * 9
 
@@ -31,17 +30,17 @@ def make_driver(num_processes: int = 0, **fields: int) -> DriverReading:
 def _idle_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     for clock in ("_read_busy_seconds", "_read_own_seconds"):  # too coarse for a test's moment
-        monkeypatch.setattr(disturbance, clock, lambda: 0.0)
-    monkeypatch.setattr(disturbance, "read_driver", make_driver)
+        monkeypatch.setattr(bench, clock, lambda: 0.0)
+    monkeypatch.setattr(bench, "read_driver", make_driver)
 
 
 @contextmanager
 def drivers(
     monkeypatch: pytest.MonkeyPatch, before: DriverReading, after: DriverReading
 ) -> Iterator[Disturbance]:
-    monkeypatch.setattr(disturbance, "read_driver", lambda: before)
+    monkeypatch.setattr(bench, "read_driver", lambda: before)
     found = Disturbance(is_cpu=False)
-    monkeypatch.setattr(disturbance, "read_driver", lambda: after)
+    monkeypatch.setattr(bench, "read_driver", lambda: after)
     yield found
 
 
@@ -113,7 +112,7 @@ def test_work_of_other_processes_meanwhile_is_seen(monkeypatch: pytest.MonkeyPat
     """A real process that works, and the machine's real clocks."""
     monkeypatch.undo()
     monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
-    monkeypatch.setattr(disturbance, "read_machine", _one_core)
+    monkeypatch.setattr(bench, "read_machine", _one_core)
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
     found = Disturbance(is_cpu=True)
     other = multiprocessing.get_context("spawn").Process(target=_work, daemon=True)

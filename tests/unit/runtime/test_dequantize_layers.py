@@ -14,13 +14,12 @@ from tiny_models import model_folder
 from torch import nn
 
 from tightfit.core.dtypes import Dtype
-from tightfit.core.strategy import Strategy
-from tightfit.core.training import Training
-from tightfit.runtime.devices import torch_dtype
+from tightfit.core.strategy import Strategy, Training
 from tightfit.runtime.kernels import fp8
 from tightfit.runtime.kernels.fp8 import Fp8Linear, scale_matrix
 from tightfit.runtime.layers import dequantize_base, dequantize_deferred, is_dequantized
-from tightfit.runtime.load import LoadRequest, load_base
+from tightfit.runtime.libraries import torch_dtype
+from tightfit.runtime.load import load_base
 from tightfit.training.model import prepare_model
 
 CPU = torch.device("cpu")
@@ -28,8 +27,8 @@ NUM_LINEARS = {"llama": 14, "qwen2": 14, "gpt2": 8}
 
 
 def load(family: str, compute: Dtype, *, double_quant: bool = True) -> Any:
-    request = LoadRequest(weights=Dtype.NF4, compute=compute, double_quant=double_quant)
-    return load_base(model_folder(family), request, CPU)
+    strategy = Strategy(weights=Dtype.NF4, compute=compute, double_quant=double_quant)
+    return load_base(model_folder(family), strategy, CPU)
 
 
 def values_of(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -13,12 +13,12 @@ from safetensors.torch import load_file
 from tiny_models import model_folder
 from torch import Tensor, nn
 
-from tightfit.core.strategy import Method, Strategy
-from tightfit.core.training import Training
+from tightfit.core.settings import Method
+from tightfit.core.strategy import Strategy, Training
 from tightfit.runtime.adapters import load_adapter, save_adapter
 from tightfit.runtime.kernels import fp8
 from tightfit.runtime.kernels.fp8 import Fp8Linear, takes_fp8, use_fp8
-from tightfit.runtime.load import LoadRequest, load_base
+from tightfit.runtime.load import load_base
 from tightfit.training.model import prepare_model
 
 CPU = torch.device("cpu")
@@ -40,9 +40,8 @@ def strategy_of(method: Method, **fields: Any) -> Strategy:
 
 def finished(method: Method, **fields: Any) -> Any:
     strategy = strategy_of(method, **fields)
-    request = LoadRequest.from_strategy(strategy, is_packed=False)
     torch.manual_seed(0)
-    return prepare_model(load_base(model_folder("llama"), request, CPU), strategy, TRAINING)
+    return prepare_model(load_base(model_folder("llama"), strategy, CPU), strategy, TRAINING)
 
 
 def distance(found: Tensor, wanted: Tensor) -> float:
@@ -327,8 +326,8 @@ def test_adapters_are_written_and_read_as_ever(tmp_path: Path) -> None:
     assert {n: (t.shape, t.dtype) for n, t in mine.items()} == {
         n: (t.shape, t.dtype) for n, t in theirs.items()
     }
-    request = LoadRequest.from_strategy(strategy_of(Method.LORA), is_packed=False)
-    read = load_adapter(load_base(model_folder("llama"), request, CPU), tmp_path / "fp8")
+    strategy = strategy_of(Method.LORA)
+    read = load_adapter(load_base(model_folder("llama"), strategy, CPU), tmp_path / "fp8")
     merged: Any = read.merge_and_unload()
     ids = draw_rows(torch.Generator().manual_seed(3))
     with torch.no_grad():

@@ -14,12 +14,12 @@ from peft import LoraConfig, get_peft_model
 from tiny_models import make_model, model_folder
 from torch import Tensor, nn
 
+from tightfit.core.attention import Attention
 from tightfit.core.dtypes import Dtype
-from tightfit.core.strategy import Attention, Strategy
-from tightfit.core.training import Training
+from tightfit.core.strategy import Strategy, Training
 from tightfit.runtime.adapters import add_adapters, load_adapter, save_adapter
 from tightfit.runtime.kernels.fused_lora import can_fuse_lora, fuse_lora
-from tightfit.runtime.load import LoadRequest, load_base
+from tightfit.runtime.load import load_base
 from tightfit.training.model import prepare_model
 
 CPU = torch.device("cpu")
@@ -44,9 +44,8 @@ def adapted(family: str = "llama", dtype: Dtype = Dtype.FP32, **fields: Any) -> 
     if family == "gemma2":  # sdpa cannot cap logits
         fields["attention"] = Attention.EAGER
     strategy = strategy_in(dtype, **fields)
-    request = LoadRequest.from_strategy(strategy, is_packed=False)
     torch.manual_seed(0)
-    model = load_base(model_folder(family), request, CPU)
+    model = load_base(model_folder(family), strategy, CPU)
     return stir(add_adapters(model, strategy, TRAINING)).train()
 
 
@@ -152,8 +151,7 @@ def test_recomputed_layers_have_the_same_gradients(weights: Dtype) -> None:
         strategy = strategy_in(
             Dtype.FP32, weights=weights, checkpointing=True, fused_lora=is_folded
         )
-        request = LoadRequest.from_strategy(strategy, is_packed=False)
-        model = prepare_model(load_base(model_folder("llama"), request, CPU), strategy, TRAINING)
+        model = prepare_model(load_base(model_folder("llama"), strategy, CPU), strategy, TRAINING)
         model.load_state_dict(plain.state_dict(), strict=False)
         return model
 
@@ -265,8 +263,8 @@ def test_names_and_files_stay_those_of_peft(tmp_path: Path) -> None:
     for one in reported:
         one["target_modules"].sort()  # a set, which peft writes in any order
     assert reported[0] == reported[1]
-    request = LoadRequest.from_strategy(strategy_in(Dtype.FP32), is_packed=False)
-    read = load_adapter(load_base(model_folder("llama"), request, CPU), tmp_path / "folded")
+    strategy = strategy_in(Dtype.FP32)
+    read = load_adapter(load_base(model_folder("llama"), strategy, CPU), tmp_path / "folded")
     with torch.no_grad():
         wanted = folded.eval()(input_ids=IDS).logits
         assert distance(read.eval()(input_ids=IDS).logits, wanted) < 1e-6
@@ -284,7 +282,7 @@ def test_a_copy_computes_with_its_own_weights() -> None:
         assert not torch.equal(folded(input_ids=IDS).logits, before)
 
 
-def test_no_rows_are_no_fault() -> None:
+def test_no_rows_are_no_error() -> None:
     folded = fold(adapted()).base_model.model.model.layers[0].self_attn.q_proj
     x = torch.zeros(2, 0, 64, requires_grad=True)
     y = folded(x)

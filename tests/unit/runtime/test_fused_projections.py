@@ -13,8 +13,8 @@ from tiny_models import make_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tightfit.core.dtypes import Dtype
-from tightfit.core.strategy import Method, Sharding
-from tightfit.estimation.fused_projections import can_fuse_trained_projections
+from tightfit.core.settings import Method, Sharding
+from tightfit.estimation.weights import can_fuse_trained_projections
 from tightfit.runtime.kernels.fp8 import use_fp8
 from tightfit.runtime.kernels.fused_lora import fuse_trained_projections
 from tightfit.runtime.layers import decoder_layers

@@ -11,22 +11,26 @@ import pytest
 import torch
 from tiny_models import model_folder
 
+from tightfit.core.attention import Attention
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError, NotFoundError, UsageError
-from tightfit.core.strategy import Attention, Strategy
-from tightfit.core.training import Training
+from tightfit.core.strategy import Strategy, Training
 from tightfit.estimation.weights import num_trainable
 from tightfit.models.resolve import resolve_model
-from tightfit.runtime.adapters import add_adapters, load_adapter, num_trained, save_adapter
-from tightfit.runtime.load import LoadRequest, load_base
+from tightfit.runtime.adapters import add_adapters, load_adapter, save_adapter
+from tightfit.runtime.load import load_base
 
 CPU = torch.device("cpu")
 IDS = torch.arange(3, 19)[None]
 TRAINING = Training(model_path="model", learning_rate=1e-4)
 
 
+def count_trained(model: Any) -> int:
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
 def load(folder: Path, strategy: Strategy) -> Any:
-    return load_base(folder, LoadRequest.from_strategy(strategy, is_packed=False), CPU)
+    return load_base(folder, strategy, CPU)
 
 
 def eager(family: str) -> dict[str, Any]:
@@ -58,7 +62,7 @@ def test_as_many_trained_values_as_estimated(family: str, fields: dict[str, Any]
     strategy = fp32(**fields, **eager(family))
     model = add_adapters(load(folder, strategy), strategy, TRAINING)
 
-    assert num_trained(model) == num_trainable(resolve_model(str(folder)), strategy)
+    assert count_trained(model) == num_trainable(resolve_model(str(folder)), strategy)
 
 
 def test_named_targets_alone() -> None:
@@ -69,7 +73,7 @@ def test_named_targets_alone() -> None:
 
     assert len(trained) == 4
     assert {name.rpartition(".")[2] for name in trained} == {"q_proj", "down_proj"}
-    assert num_trained(model) == num_trainable(resolve_model(str(folder)), strategy)
+    assert count_trained(model) == num_trainable(resolve_model(str(folder)), strategy)
 
 
 def test_a_target_that_does_not_exist() -> None:
@@ -147,7 +151,7 @@ def test_saved_and_loaded_again(family: str, fields: dict[str, Any], tmp_path: P
 
     assert not torch.allclose(answer(model), before, atol=1e-2)
     assert torch.allclose(answer(again), answer(model), atol=1e-5)
-    assert num_trained(again) == 0
+    assert count_trained(again) == 0
 
 
 def test_gathered_values_name_a_tied_matrix_once(tmp_path: Path) -> None:
@@ -180,7 +184,7 @@ def test_embeddings_that_peft_cannot_tie(family: str) -> None:
         add_adapters(load(model_folder(family), strategy), strategy, TRAINING)
 
 
-def test_adapter_faults(tmp_path: Path) -> None:
+def test_adapter_errors(tmp_path: Path) -> None:
     strategy = fp32()
     folder = tmp_path / "adapter"
     base = load(model_folder("llama"), strategy)

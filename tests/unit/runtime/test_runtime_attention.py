@@ -10,10 +10,10 @@ from tiny_models import make_config, make_model
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tightfit.core.attention import Attention
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError, UsageError
-from tightfit.core.strategy import Attention, Strategy
-from tightfit.models.attention import FLASH
+from tightfit.core.strategy import Strategy
 from tightfit.runtime import attention
 from tightfit.runtime.attention import (
     PACKED,
@@ -26,7 +26,6 @@ from tightfit.runtime.attention import (
     find_varlen_obstacle,
     register_attention,
     resolve_attention,
-    varlen_inputs,
 )
 
 LENGTHS = ([7, 3, 9], [5, 14], [19])
@@ -133,7 +132,7 @@ def exact_kernel(*, has_grouped_heads: bool, seen: list[dict[str, Any]]) -> Varl
         run=run,
         is_flash_attn=False,
         has_scale=True,
-        features=FLASH.features,
+        features=Attention.FLASH.record.features,
         has_grouped_heads=has_grouped_heads,
     )
 
@@ -165,13 +164,12 @@ def test_varlen_equals_separate_rows(
     assert len(seen) == 2, "one call per layer"
 
 
-def test_varlen_takes_given_bounds_and_reaches_gradients(seen: list[dict[str, Any]]) -> None:
+def test_varlen_finds_the_bounds_and_reaches_gradients(seen: list[dict[str, Any]]) -> None:
     register_attention()
     model = make_model("llama", attention=VARLEN)
     plain = make_model("llama", attention="eager")
     ids, positions, _ = lay_out(3)
-    given = varlen_inputs(positions)
-    model(input_ids=ids, position_ids=positions, labels=ids, **given).loss.backward()
+    model(input_ids=ids, position_ids=positions, labels=ids).loss.backward()
     plain(input_ids=ids, position_ids=positions, labels=ids).loss.backward()
 
     assert seen[0]["offsets"] == [0, 7, 10, 19, 24, 38, 57]
@@ -250,7 +248,7 @@ def test_each_torch_is_called_by_its_own_convention(version: str) -> None:
         is_flash_attn=False,
         has_scale="scale" in expected,
         has_grouped_heads="enable_gqa" in expected,
-        features=FLASH.features if "window_size" in expected else frozenset(),
+        features=Attention.FLASH.record.features if "window_size" in expected else frozenset(),
     )
     call = attention.VarlenCall(
         bounds=find_bounds(torch.arange(6)[None]), scale=0.5, window=4, softcap=None, dropout=0.0
@@ -326,22 +324,22 @@ def test_a_family_that_cannot_falls_back_or_is_refused(monkeypatch: pytest.Monke
 
 
 def test_names_by_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
-    def name(is_packed: bool = False, **fields: Any) -> str:
-        return choose_attention_name(Strategy(**fields), is_packed=is_packed)
+    def name(**fields: Any) -> str:
+        return choose_attention_name(Strategy(**fields))
 
     monkeypatch.setattr(attention, "_has_flash_attn", lambda: False)
     monkeypatch.setattr(attention, "_has_varlen_device", lambda: False)
     assert name() == "sdpa"
-    assert name(is_packed=True) == "sdpa"
-    assert name(repeat_keys=True, is_packed=True) == REPEAT
-    assert name(attention=Attention.EAGER, is_packed=True) == "eager"
+    assert name(packing=True) == "sdpa"
+    assert name(repeat_keys=True, packing=True) == REPEAT
+    assert name(attention=Attention.EAGER, packing=True) == "eager"
     assert name(attention=Attention.FLASH) == VARLEN
     monkeypatch.setattr(attention, "_has_flash_attn", lambda: True)
     assert name(attention=Attention.FLASH) == "flash_attention_2"
-    assert name(attention=Attention.FLASH, is_packed=True) == VARLEN
+    assert name(attention=Attention.FLASH, packing=True) == VARLEN
     monkeypatch.setattr(attention, "_has_varlen_device", lambda: True)
-    assert name(is_packed=True) == PACKED
-    assert name(is_packed=True, compute=Dtype.FP32) == "sdpa"
+    assert name(packing=True) == PACKED
+    assert name(packing=True, compute=Dtype.FP32) == "sdpa"
 
 
 def test_families_without_positions_cannot_pack() -> None:

@@ -1,4 +1,4 @@
-"""Devices, and telling a lack of memory from other faults."""
+"""Devices, and telling a lack of memory from other errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import SetupError
-from tightfit.runtime.devices import is_out_of_memory, local_device, torch_dtype
+from tightfit.runtime.libraries import is_out_of_memory, local_device, torch_dtype
 
 
 def test_a_real_lack_of_memory() -> None:
@@ -24,20 +24,20 @@ def test_a_capped_process_runs_out() -> None:
     """What a memory limit makes of an allocation on the CPU, in a process of its own."""
     probe = """
 import resource, torch
-from tightfit.runtime.devices import is_out_of_memory
+from tightfit.runtime.libraries import is_out_of_memory
 _, hard = resource.getrlimit(resource.RLIMIT_DATA)
 resource.setrlimit(resource.RLIMIT_DATA, (1 << 30, hard))
 try:
     torch.zeros(1 << 30)
-except BaseException as fault:
-    print(is_out_of_memory(fault))
+except BaseException as error:
+    print(is_out_of_memory(error))
 """
     said = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert said.stdout == "True\n"
 
 
 @pytest.mark.parametrize(
-    ("fault", "expected"),
+    ("error", "expected"),
     [
         (torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), True),
         (RuntimeError("CUDA error: out of memory"), True),
@@ -50,8 +50,8 @@ except BaseException as fault:
         (KeyboardInterrupt(), False),
     ],
 )
-def test_what_counts(fault: BaseException, expected: bool) -> None:
-    assert is_out_of_memory(fault) is expected
+def test_what_counts(error: BaseException, expected: bool) -> None:
+    assert is_out_of_memory(error) is expected
 
 
 def test_the_cause_counts_too() -> None:

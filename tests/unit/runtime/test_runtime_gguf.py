@@ -14,11 +14,12 @@ from tiny_models import make_model
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError, SetupError
+from tightfit.core.strategy import Strategy
 from tightfit.runtime import model_files
-from tightfit.runtime.load import LoadRequest, load_base
+from tightfit.runtime.load import load_base
 from tightfit.runtime.model_files import locate_model
 
-PLAIN = LoadRequest(weights=Dtype.FP32, compute=Dtype.FP32)
+PLAIN = Strategy(weights=Dtype.FP32, compute=Dtype.FP32)
 IDS = torch.arange(3, 19)[None]
 _NAMES = {
     "model.embed_tokens": "token_embd",
@@ -115,7 +116,7 @@ def test_a_killed_conversion_leaves_nothing_behind(
     path = tmp_path / "tiny.gguf"
     write_gguf(path)
 
-    def interrupt(_: Path, folder: Path, **__: Any) -> None:
+    def interrupt(_: Path, folder: Path, *__: Any) -> None:
         (folder / "config.json").write_text("{}")
         raise KeyboardInterrupt
 
@@ -127,7 +128,7 @@ def test_a_killed_conversion_leaves_nothing_behind(
     assert (locate_model(str(path)) / "model.safetensors").is_file()
 
 
-def test_faulty_files_and_full_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_files_and_full_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "tiny.gguf"
     write_gguf(path)
     cut = tmp_path / "cut.gguf"
@@ -137,5 +138,5 @@ def test_faulty_files_and_full_disks(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
-    with pytest.raises(SetupError, match="once unpacked"):
+    with pytest.raises(SetupError, match="free"):
         locate_model(str(path))

@@ -8,7 +8,7 @@ import pytest
 from tiny_models import make_model
 
 from tightfit.core.errors import SetupError
-from tightfit.runtime.layers import apply_fused_kernels
+from tightfit.runtime.kernels.liger import apply_fused_kernels
 
 
 def test_without_liger(monkeypatch: pytest.MonkeyPatch) -> None:

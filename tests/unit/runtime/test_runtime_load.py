@@ -1,8 +1,7 @@
-"""Loading: right values, right formats, training mode, and faults said in one sentence."""
+"""Loading: right values, right formats, training mode, and errors said in one sentence."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -16,11 +15,11 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError, SetupError, UsageError
+from tightfit.core.settings import Sharding
 from tightfit.core.strategy import Strategy
 from tightfit.runtime.layers import decoder_layers
 from tightfit.runtime.load import (
     MAX_NF4_ERROR,
-    LoadRequest,
     fill_buffers,
     load_base,
     load_meta,
@@ -29,9 +28,9 @@ from tightfit.runtime.load import (
 )
 
 CPU = torch.device("cpu")
-PLAIN = LoadRequest(weights=Dtype.FP32, compute=Dtype.FP32)
-NF4 = LoadRequest(weights=Dtype.NF4, compute=Dtype.FP32)
-INT8 = LoadRequest(weights=Dtype.INT8, compute=Dtype.BF16)
+PLAIN = Strategy(weights=Dtype.FP32, compute=Dtype.FP32)
+NF4 = Strategy(weights=Dtype.NF4, compute=Dtype.FP32)
+INT8 = Strategy(weights=Dtype.INT8, compute=Dtype.BF16)
 IDS = torch.arange(3, 19)[None]
 
 
@@ -60,7 +59,7 @@ def test_loads_what_transformers_loads(family: str) -> None:
     [(Dtype.FP32, torch.float32), (Dtype.BF16, torch.bfloat16), (Dtype.FP16, torch.float16)],
 )
 def test_every_value_has_the_asked_dtype(dtype: Dtype, expected: torch.dtype) -> None:
-    model = load_base(model_folder("llama"), LoadRequest(weights=dtype, compute=dtype), CPU)
+    model = load_base(model_folder("llama"), Strategy(weights=dtype, compute=dtype), CPU)
 
     assert {p.dtype for p in model.parameters()} == {expected}
 
@@ -75,14 +74,11 @@ def packed_kinds(model: Any) -> dict[str, str]:
 
 @pytest.mark.parametrize("is_random", [False, True])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "t5"])
-@pytest.mark.parametrize("request_", [NF4, INT8], ids=["nf4", "int8"])
-def test_random_packs_what_loading_packs(
-    request_: LoadRequest, family: str, is_random: bool
-) -> None:
-    request = dataclasses.replace(request_, random_weights=is_random)
-    model = load_base(model_folder(family), request, CPU)
-    loaded = load_base(model_folder(family), request_, CPU)
-    kind = "Int8Params" if request.weights is Dtype.INT8 else "Params4bit"
+@pytest.mark.parametrize("strategy", [NF4, INT8], ids=["nf4", "int8"])
+def test_random_packs_what_loading_packs(strategy: Strategy, family: str, is_random: bool) -> None:
+    model = load_base(model_folder(family), strategy, CPU, random_weights=is_random)
+    loaded = load_base(model_folder(family), strategy, CPU)
+    kind = "Int8Params" if strategy.weights is Dtype.INT8 else "Params4bit"
 
     assert set(packed_kinds(model).values()) == {kind}
     assert packed_kinds(model) == packed_kinds(loaded)
@@ -130,17 +126,17 @@ def test_packing_that_cannot_be_undone_is_refused(width: int, tmp_path: Path) ->
 @pytest.mark.parametrize("double_quant", [True, False])
 def test_double_quantization_as_asked(double_quant: bool) -> None:
     for is_random in (False, True):
-        request = dataclasses.replace(NF4, double_quant=double_quant, random_weights=is_random)
-        model: Any = load_base(model_folder("llama"), request, CPU)
+        strategy = NF4.model_copy(update={"double_quant": double_quant})
+        model: Any = load_base(model_folder("llama"), strategy, CPU, random_weights=is_random)
         weight = model.model.layers[0].mlp.up_proj.weight
 
         assert weight.quant_state.nested is double_quant
         assert model.model.layers[0].mlp.up_proj.compute_dtype is torch.float32
 
 
-def test_nf4_storage_as_asked() -> None:
-    request = dataclasses.replace(NF4, quant_storage=Dtype.FP32)
-    model: Any = load_base(model_folder("llama"), request, CPU)
+def test_nf4_codes_for_zero3_are_stored_in_the_compute_dtype() -> None:
+    strategy = NF4.model_copy(update={"sharding": Sharding.ZERO3})
+    model: Any = load_base(model_folder("llama"), strategy, CPU)
 
     assert model.model.layers[0].mlp.up_proj.weight.dtype is torch.float32
     plain = load_base(model_folder("llama"), NF4, CPU)
@@ -160,10 +156,10 @@ def test_evaluating_does_not_repack_nf4() -> None:
 
 
 def test_upcasting_what_is_not_packed() -> None:
-    request = LoadRequest(weights=Dtype.NF4, compute=Dtype.BF16)
-    low: Any = load_base(model_folder("llama"), request, CPU)
+    strategy = Strategy(weights=Dtype.NF4, compute=Dtype.BF16)
+    low: Any = load_base(model_folder("llama"), strategy, CPU)
     high: Any = load_base(
-        model_folder("llama"), dataclasses.replace(request, upcast_unquantized=True), CPU
+        model_folder("llama"), strategy.model_copy(update={"upcast_unquantized": True}), CPU
     )
 
     assert low.model.norm.weight.dtype is torch.bfloat16
@@ -175,12 +171,11 @@ def test_upcasting_what_is_not_packed() -> None:
 @pytest.mark.parametrize("family", ["llama", "llama-tied", "gpt2", "t5", "gemma3"])
 def test_random_weights_are_a_whole_model(family: str) -> None:
     """Needs no weights on disk, and is initialized as the family says: norms one, ties kept."""
-    request = dataclasses.replace(PLAIN, random_weights=True)
     folder = model_folder(family)
     torch.manual_seed(3)
-    model: Any = load_base(folder, request, CPU)
+    model: Any = load_base(folder, PLAIN, CPU, random_weights=True)
     torch.manual_seed(3)
-    again = load_base(folder, request, CPU)
+    again = load_base(folder, PLAIN, CPU, random_weights=True)
     loaded: Any = load_base(folder, PLAIN, CPU)
 
     assert not any(t.is_meta for t in [*model.parameters(), *model.buffers()])
@@ -232,16 +227,6 @@ def test_a_loaded_model_keeps_packed_documents_apart() -> None:
         apart = model(input_ids=IDS[:, 9:]).logits
 
     assert torch.allclose(packed, apart, atol=1e-5)
-
-
-def test_request_from_strategy() -> None:
-    strategy = Strategy(weights=Dtype.NF4, compute=Dtype.FP16, double_quant=False)
-    request = LoadRequest.from_strategy(strategy, is_packed=False)
-
-    assert request.weights is Dtype.NF4
-    assert request.plain_dtype is torch.float16
-    assert request.double_quant is False
-    assert request.attention == "sdpa"
 
 
 def test_missing_tensors_are_an_error(tmp_path: Path) -> None:
@@ -297,9 +282,9 @@ def test_pickles_are_loaded_as_tensors_alone(
 
 
 def test_gptq_weights_are_refused() -> None:
-    request = LoadRequest(weights=Dtype.GPTQ4, compute=Dtype.BF16)
+    strategy = Strategy(weights=Dtype.GPTQ4, compute=Dtype.BF16)
     with pytest.raises(UsageError, match="gptq4"):
-        load_base(model_folder("llama"), request, CPU)
+        load_base(model_folder("llama"), strategy, CPU)
 
 
 def test_loading_says_nothing(capfd: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,8 @@ from tiny_models import make_model, model_folder, write_model
 from transformers import AutoModelForCausalLM
 
 from tightfit.core.errors import InvalidInputError, NotFoundError, UserError
-from tightfit.runtime.model_files import check_weights, locate_model
+from tightfit.runtime.model_files import locate_model
+from tightfit.runtime.tensor_files import check_weights
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +62,7 @@ def test_a_file_cut_in_its_header(keep: int, folder: Path) -> None:
     assert "model.safetensors is" in problem_of(folder)
 
 
-def test_every_faulty_shard_is_named_at_once(sharded: Path) -> None:
+def test_every_invalid_shard_is_named_at_once(sharded: Path) -> None:
     first, second, *_ = sorted(sharded.glob("model-*.safetensors"))
     first.unlink()
     second.write_bytes(second.read_bytes()[:-1])
@@ -121,10 +122,39 @@ def test_hub_cache_by_id_and_alias(
 
 
 def test_known_by_catalogue_alone() -> None:
-    problem = problem_of("meta-llama/Llama-2-7b-hf")
+    problem = problem_of("HuggingFaceTB/SmolLM2-135M")
 
     assert "not on this machine" in problem
-    assert "hf download meta-llama/Llama-2-7b-hf" in problem
+    assert "hf download HuggingFaceTB/SmolLM2-135M" in problem
+    assert "licence" not in problem
+
+
+@pytest.mark.parametrize(
+    ("token", "said", "command"),
+    [
+        ("none", "no variable HF_TOKEN and no file {home}/token", "hf auth login && hf download "),
+        ("file", "in the file {home}/token", "hf download "),
+        ("variable", "in the variable HF_TOKEN", "hf download "),
+    ],
+)
+def test_a_gated_model_says_which_token_is_looked_for(
+    token: str, said: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    if token == "file":
+        (tmp_path / "token").write_text("hf_secret")
+    if token == "variable":
+        monkeypatch.setenv("HF_TOKEN", "hf_secret")
+
+    with pytest.raises(NotFoundError) as refused:
+        locate_model("google/gemma-2-2b")
+
+    assert "licence at https://huggingface.co/google/gemma-2-2b" in refused.value.problem
+    assert said.format(home=tmp_path) in refused.value.problem
+    assert "hf_secret" not in refused.value.problem
+    assert refused.value.remedy.startswith(f"{command}google/gemma-2-2b")
 
 
 @pytest.mark.parametrize("name", ["no-such-model", " ", "7B-params", "a\0b", "x" * 5000])

@@ -10,8 +10,8 @@ import pytest
 from api_client import Served, serving
 from scripted_engine import ScriptedEngine
 from tightfit.core.errors import UserError
-from tightfit.serving.http.middleware import host_name, is_loopback
-from tightfit.serving.http.server import LOOPBACK_NAMES, bind_socket
+from tightfit.serving.http.server import LOOPBACK_NAMES
+from tightfit.serving.sockets import bind_socket, host_name, is_loopback
 
 KEY = "a-key-of-the-test"
 PATHS = ("/v1/models", "/v1/models/scripted", "/metrics", "/openapi.json", "/nowhere")
@@ -107,8 +107,8 @@ def test_host_name(header: str, name: str) -> None:
 
 
 def test_is_loopback() -> None:
-    assert [is_loopback(a) for a in ("127.0.0.1", "127.9.9.9", "::1", "::1%lo")] == [True] * 4
-    assert [is_loopback(a) for a in ("0.0.0.0", "::", "10.0.0.1", "localhost")] == [False] * 4
+    assert [is_loopback(a) for a in ("127.9.9.9", "::1", "::1%lo", "localhost")] == [True] * 4
+    assert [is_loopback(a) for a in ("0.0.0.0", "::", "10.0.0.1", "a.localhost.b")] == [False] * 4
 
 
 def test_a_taken_port_is_told_with_a_way_out() -> None:

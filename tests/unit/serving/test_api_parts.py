@@ -10,7 +10,7 @@ import pytest
 from tightfit.api.serve import choose_key
 from tightfit.core.errors import UsageError
 from tightfit.engines.protocol import Done, FinishReason
-from tightfit.runtime.artefacts import Artefact, ArtefactKind
+from tightfit.runtime.model_files import Artefact, ArtefactKind
 from tightfit.serving.http.answers import count_usage, format_event
 from tightfit.serving.http.metrics import Counter, Histogram, Metrics, format_sample
 from tightfit.serving.http.server import name_models

@@ -12,8 +12,8 @@ import pytest
 
 from api_client import Served, read_events, serving, wait_until
 from scripted_engine import ScriptedEngine
-from tightfit.serving.http.errors import ErrorBody
 from tightfit.serving.http.registry import ServerPhase
+from tightfit.serving.http.schemas import ErrorBody
 
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "abc"}]
@@ -208,7 +208,7 @@ def test_a_template_that_refuses_and_an_engine_that_fails(served: Served) -> Non
     assert _error(served.chat("!"), 500).code == "internal_error"
 
 
-def test_a_fault_after_the_stream_began_is_its_last_event(served: Served) -> None:
+def test_an_error_after_the_stream_began_is_its_last_event(served: Served) -> None:
     events = read_events(served.chat("!", stream=True))
 
     assert events[-1]["error"]["code"] == "internal_error"

@@ -22,17 +22,18 @@ from hypothesis import strategies as st
 from small_models import make_llama
 from tightfit.core.errors import InvalidInputError, UsageError
 from tightfit.core.sampling import Sampling
-from tightfit.data.formats import Message, recognise_format, to_messages
+from tightfit.data.formats import Message, recognise_format
 from tightfit.data.sources import read_rows
 from tightfit.engines.protocol import Delta, Done, EngineInfo, FinishReason, Listener, Request
-from tightfit.serving.chat_commands import (
+from tightfit.serving.chat import (
+    Conversation,
     change_sampling,
+    printable_text,
     read_command,
     read_messages,
     run_command,
     unescape_message,
 )
-from tightfit.serving.conversation import Conversation, printable_text
 
 LONG = 32_768
 """Tokens of a context that takes minutes to fill."""
@@ -199,7 +200,7 @@ def test_a_saved_chat_is_a_row_for_training_and_loads_again(tmp_path: Path) -> N
     with pytest.raises(UsageError, match="exists already"):
         run_command(read_command(f"/save {path}"), talk)  # type: ignore[arg-type]
     (row,) = read_rows(path)
-    assert to_messages(row, recognise_format(row)) == talk.messages()
+    assert recognise_format(row).to_messages(row) == talk.messages()
     other = talk_to(ScriptedEngine(answers=[]))
     run_command(read_command(f"/load {path}"), other)  # type: ignore[arg-type]
     assert other.messages() == talk.messages()

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 
 import pytest
 
-from tightfit.core.errors import DoesNotFitError, SetupError, UsageError
-from tightfit.runtime.artefacts import Artefact, ArtefactKind
-from tightfit.serving.compare.models import require_room
-from tightfit.serving.compare.server import address_of, bound_socket, check_exposure, is_loopback
+from tightfit.core.errors import DoesNotFitError, UsageError
+from tightfit.runtime.model_files import Artefact, ArtefactKind
+from tightfit.serving.page.app import check_exposure
+from tightfit.serving.page.models import require_room
+from tightfit.serving.sockets import is_loopback
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1", "[::1]", "127.8.9.1"])
@@ -25,21 +25,6 @@ def test_every_other_address_needs_one(host: str) -> None:
         check_exposure(host, "")
     assert "--password" in caught.value.remedy
     check_exposure(host, "word")
-
-
-def test_a_taken_port_is_named_and_port_0_finds_a_free_one() -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with (
-            pytest.raises(SetupError, match=str(port)) as caught,
-            bound_socket("127.0.0.1", port),
-        ):
-            pass
-    assert "--port 0" in caught.value.remedy
-    with bound_socket("127.0.0.1", 0) as held:
-        assert address_of(held, "127.0.0.1") == f"http://127.0.0.1:{held.getsockname()[1]}/"
 
 
 def _gguf(folder: Path, name: str, size: int) -> Artefact:

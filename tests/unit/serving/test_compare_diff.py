@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from machine_pace import allow
-from tightfit.serving.compare.html import MAX_DIFF_WORDS, DiffPiece, find_difference
+from tightfit.serving.page.components import MAX_DIFF_WORDS, DiffPiece, find_difference
 
 TEXTS = st.lists(
     st.sampled_from(

@@ -1,4 +1,4 @@
-"""A round without a browser: answers side by side, faults, hidden names, and votes that count."""
+"""A round without a browser: answers side by side, errors, hidden names, and votes that count."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tightfit.core.errors import InvalidInputError
 from tightfit.core.sampling import Sampling
 from tightfit.data.formats import ASSISTANT, SYSTEM, USER, Message
 from tightfit.engines.protocol import FinishReason
-from tightfit.serving.compare.chat_tab import ChatController, Turn, make_history, render_thread
-from tightfit.serving.compare.compare_tab import CompareController, Round
-from tightfit.serving.compare.controls import ControlDefaults, read_settings
-from tightfit.serving.compare.models import ComparedModel, ComparedModels
-from tightfit.serving.compare.votes import VoteFile
+from tightfit.serving.page.chat_tab import Turn, make_history, render_thread, say
+from tightfit.serving.page.compare_tab import CompareController, Round
+from tightfit.serving.page.components import read_sampling
+from tightfit.serving.page.models import PageModels
+from tightfit.serving.page.votes import VoteFile
 
 HOSTILE = (
     "<img src=http://outside.example/a.png onerror=alert(1)> ![x](http://outside.example/b.png) "
@@ -67,23 +67,21 @@ def make_engine(name: str, **settings: Any) -> ScriptedEngine:
 
 
 def make_desk(tmp_path: Path, *, token_seconds: float = 0.0) -> CompareController:
-    models = ComparedModels(
-        [
-            ComparedModel(name="plain", open=lambda: make_engine("P", token_seconds=token_seconds)),
-            ComparedModel(name="tuned", open=lambda: make_engine("T", token_seconds=token_seconds)),
-        ],
+    models = PageModels(
+        {
+            "plain": lambda: make_engine("P", token_seconds=token_seconds),
+            "tuned": lambda: make_engine("T", token_seconds=token_seconds),
+        },
         is_one_at_a_time=False,
     )
     models.load()
-    return CompareController(
-        models, VoteFile(tmp_path / "votes.jsonl"), ControlDefaults(sampling=Sampling())
-    )
+    return CompareController(models, VoteFile(tmp_path / "votes.jsonl"))
 
 
 def play(
     desk: CompareController, prompt: str, *, is_blind: bool = False, most: int | None = None
 ) -> Round:
-    settings = read_settings(0.0, 1.0, most or len(prompt) + 2, "1")
+    settings = read_sampling(Sampling(), 0.0, 1.0, most or len(prompt) + 2, "1")
     opened = desk.open_round(prompt, "", settings, is_blind=is_blind)
     *_, ended = desk.play(opened, "visitor")
     return ended
@@ -103,7 +101,7 @@ def test_both_models_answer_the_same_prompt_with_the_same_settings(tmp_path: Pat
 def test_answers_grow_at_the_same_time(tmp_path: Path) -> None:
     desk = make_desk(tmp_path, token_seconds=0.02)
     most = 1000  # of which a busy machine may show none for a while
-    settings = read_settings(0.0, 1.0, most, "")
+    settings = read_sampling(Sampling(), 0.0, 1.0, most, "")
     grown: list[tuple[int, ...]] = []
     num_both = 0
     for shown in desk.play(desk.open_round("go on", "", settings, is_blind=False), "visitor"):
@@ -116,7 +114,7 @@ def test_answers_grow_at_the_same_time(tmp_path: Path) -> None:
     assert grown == sorted(grown)
 
 
-def test_a_fault_of_one_side_leaves_the_other_going(tmp_path: Path) -> None:
+def test_an_error_of_one_side_leaves_the_other_going(tmp_path: Path) -> None:
     desk = make_desk(tmp_path)
     desk.models._engines[0].prompter = ScriptedPrompter()  # type: ignore[assignment, misc]
 
@@ -125,12 +123,12 @@ def test_a_fault_of_one_side_leaves_the_other_going(tmp_path: Path) -> None:
     assert isinstance(ended.sides[0].error, RuntimeError)
     assert ended.sides[1].text == "! T"
     assert not ended.can_vote
-    assert "The engine failed" in desk.cards(ended, is_marked=True)[0]
+    assert "The engine failed" in desk.render(ended, is_marked=True)[0]
 
 
 def test_a_stop_ends_both_and_keeps_what_was_said(tmp_path: Path) -> None:
     desk = make_desk(tmp_path, token_seconds=0.02)
-    settings = read_settings(0.0, 1.0, 100_000, "")
+    settings = read_sampling(Sampling(), 0.0, 1.0, 100_000, "")
     opened = desk.open_round("on and on", "", settings, is_blind=False)
     shown = opened
     for shown in desk.play(opened, "visitor"):
@@ -143,7 +141,7 @@ def test_a_stop_ends_both_and_keeps_what_was_said(tmp_path: Path) -> None:
 
 def test_a_visitor_who_leaves_takes_the_work_along(tmp_path: Path) -> None:
     desk = make_desk(tmp_path, token_seconds=0.02)
-    settings = read_settings(0.0, 1.0, 100_000, "")
+    settings = read_sampling(Sampling(), 0.0, 1.0, 100_000, "")
     rounds = desk.play(desk.open_round("on and on", "", settings, is_blind=False), "visitor")
     next(rounds)
     rounds.close()  # type: ignore[attr-defined]
@@ -160,13 +158,13 @@ def test_blind_rounds_hide_names_and_figures_and_votes_reach_the_right_model(
     seen = set()
     for _ in range(40):
         ended = play(desk, "who", is_blind=True)
-        hidden = "".join(desk.cards(ended, is_marked=True))
+        hidden = "".join(desk.render(ended, is_marked=True))
         assert "plain" not in hidden
         assert "tuned" not in hidden
         assert "tokens/s" not in hidden
         voted, is_new = desk.cast(ended, 0)
         assert is_new
-        assert "plain" in "".join(desk.cards(voted, is_marked=True))
+        assert "plain" in "".join(desk.render(voted, is_marked=True))
         seen.add(ended.order)
     rows = [json.loads(line) for line in desk.votes.path.read_text().splitlines()]
 
@@ -195,11 +193,11 @@ def test_what_a_model_says_is_never_markup(tmp_path: Path) -> None:
     desk = make_desk(tmp_path)
 
     for is_marked in (False, True):
-        read = read_tags(desk.cards(ended, is_marked=is_marked)[0])
+        read = read_tags(desk.render(ended, is_marked=is_marked)[0])
         assert f"{HOSTILE} P" in read.text
         assert not {"img", "script", "a"} & set(read.tags)
     for mark in ("{{", "${", "`"):
-        assert mark not in desk.cards(ended, is_marked=True)[0]
+        assert mark not in desk.render(ended, is_marked=True)[0]
     thread = (Turn(role=USER, text=HOSTILE), Turn(role=ASSISTANT, text=HOSTILE, name=HOSTILE))
     assert not {"img", "script", "a"} & set(read_tags(render_thread(thread)).tags)
 
@@ -215,17 +213,9 @@ def test_one_at_a_time_holds_one_engine(tmp_path: Path) -> None:
 
         return open_it
 
-    models = ComparedModels(
-        [
-            ComparedModel(name="plain", open=open_one("P")),
-            ComparedModel(name="tuned", open=open_one("T")),
-        ],
-        is_one_at_a_time=True,
-    )
+    models = PageModels({"plain": open_one("P"), "tuned": open_one("T")}, is_one_at_a_time=True)
     models.load()
-    desk = CompareController(
-        models, VoteFile(tmp_path / "v.jsonl"), ControlDefaults(sampling=Sampling())
-    )
+    desk = CompareController(models, VoteFile(tmp_path / "v.jsonl"))
 
     ended = play(desk, "turns")
 
@@ -234,10 +224,19 @@ def test_one_at_a_time_holds_one_engine(tmp_path: Path) -> None:
 
 
 def test_a_chat_remembers_what_was_answered_and_forgets_what_failed(tmp_path: Path) -> None:
-    desk = ChatController(make_desk(tmp_path).models, ControlDefaults(sampling=Sampling()))
+    models = make_desk(tmp_path).models
     sampling = Sampling(max_new_tokens=4)
-    *_, first = desk.say((), "ab", 1, system="", sampling=sampling, visitor="v")
-    *_, failed = desk.say(first, "refuse me", 0, system="", sampling=sampling, visitor="v")
+    *_, first = say(
+        models, 1, (Turn(role=USER, text="ab"),), system="", sampling=sampling, visitor="v"
+    )
+    *_, failed = say(
+        models,
+        0,
+        (*first, Turn(role=USER, text="refuse me")),
+        system="",
+        sampling=sampling,
+        visitor="v",
+    )
 
     assert first[-1].text == "ab T"
     assert first[-1].name == "tuned"
@@ -265,11 +264,11 @@ def test_a_chat_remembers_what_was_answered_and_forgets_what_failed(tmp_path: Pa
 )
 def test_settings_that_no_control_gives_are_refused(settings: Any, word: str) -> None:
     with pytest.raises(InvalidInputError, match=word):
-        read_settings(*settings)
+        read_sampling(Sampling(), *settings)
 
 
 def test_an_empty_seed_is_drawn() -> None:
-    seeds = {read_settings(0.7, 1.0, 10, "").seed for _ in range(8)}
+    seeds = {read_sampling(Sampling(), 0.7, 1.0, 10, "").seed for _ in range(8)}
 
     assert len(seeds) > 1
 
@@ -284,8 +283,8 @@ def test_answers_without_anything_in_common_are_not_painted_over(tmp_path: Path)
     ended = play(desk, "a b c d e f")
     other = replace(ended.sides[1], text="u v w x y z")
 
-    assert "<mark>" in desk.cards(ended, is_marked=True)[0]
-    assert "<mark>" not in desk.cards(ended, is_marked=False)[0]
+    assert "<mark>" in desk.render(ended, is_marked=True)[0]
+    assert "<mark>" not in desk.render(ended, is_marked=False)[0]
     apart = replace(ended, sides=(ended.sides[0], other))
-    assert "<mark>" not in desk.cards(apart, is_marked=True)[0]
-    assert "Only 0%" in desk.verdict(apart, is_marked=True)
+    assert "<mark>" not in desk.render(apart, is_marked=True)[0]
+    assert "Only 0%" in desk.render(apart, is_marked=True)[2]

@@ -8,26 +8,33 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from tightfit.core.dtypes import Dtype
-from tightfit.hardware.nvml import DriverReading, GpuReading
-from tightfit.serving.generate import measure
-from tightfit.serving.generate import measure as meters
-from tightfit.serving.generate.measure import (
-    RunMeter,
-    count_threads,
+from tightfit.hardware.machine import DriverReading, GpuReading
+from tightfit.serving.generate import run as meters
+from tightfit.serving.generate.run import RunMeter, count_threads, read_disk_bytes
+from tightfit.serving.generate.statistics import (
+    CPU_COPY_BYTES,
     probe_copy_bandwidth,
     probe_matmul_flops,
-    read_disk_bytes,
 )
 
 
-def test_disk_reads_are_those_of_storage_not_of_the_page_cache(tmp_path: Path) -> None:
-    io = tmp_path / "io"
-    io.write_text("rchar: 900\nwchar: 1\nread_bytes: 4096\nwrite_bytes: 7\n", encoding="ascii")
-    assert read_disk_bytes(io) == 4096
-    assert read_disk_bytes(tmp_path / "none") is None
+def test_disk_reads_are_those_of_storage_not_of_the_page_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kernel = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    found = read_disk_bytes()
+    assert found is not None
+    assert int(kernel["read_bytes"]) <= found < int(kernel["rchar"])
+
+    def refuse() -> None:
+        raise PermissionError("hidden by the container")
+
+    monkeypatch.setattr(psutil.Process, "io_counters", lambda _: refuse())
+    assert read_disk_bytes() is None
 
 
 class FakeNvml:
@@ -101,7 +108,7 @@ def test_threads_are_those_asked_for_or_those_that_compute(
 
 def test_the_copy_rate_is_that_of_a_copy_by_hand() -> None:
     """Against Python's own memcpy on the same machine; it is shared, so within a wide band."""
-    source = b"x" * measure.CPU_COPY_BYTES
+    source = b"x" * CPU_COPY_BYTES
     target = memoryview(bytearray(len(source)))
     best = 0.0
     for _ in range(12):

@@ -16,7 +16,7 @@ from tightfit.estimation.inference import InferenceJob, estimate_inference
 from tightfit.estimation.result import Verdict
 from tightfit.hardware.resolve import resolve_hardware
 from tightfit.models.resolve import resolve_model
-from tightfit.runtime.artefacts import Artefact, ArtefactKind
+from tightfit.runtime.model_files import Artefact, ArtefactKind
 from tightfit.serving.generate.prediction import InferencePrediction, require_fit
 
 LLAMA = resolve_model("Llama-2-7b")

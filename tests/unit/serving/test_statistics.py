@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tightfit.engines.protocol import EngineInfo
+from tightfit.core.sampling import Sampling
+from tightfit.engines.protocol import Done, EngineInfo, FinishReason
 from tightfit.estimation.flops import estimate_forward_flops
 from tightfit.estimation.inference import estimate_answer_flops, estimate_read_fraction
 from tightfit.models.resolve import resolve_model
-from tightfit.serving.generate.job import AnswerTiming
+from tightfit.serving.generate.prediction import InferencePrediction
+from tightfit.serving.generate.run import EngineRun, GenerateJob, RunMeasurements
 from tightfit.serving.generate.statistics import (
     DeviceCeilings,
     GenerateStatistics,
-    PassTraffic,
-    RunFacts,
-    RunMeasurements,
-    compute_statistics,
     percentiles,
+    sum_run,
     sum_timeline,
 )
 
@@ -30,11 +31,23 @@ KV = 1000.0
 WEIGHTS = 5e6
 
 
+def ended(prompt: int, new: int, submitted: float, first: float, finished: float) -> Done:
+    return Done(
+        reason=FinishReason.STOP,
+        text="",
+        num_prompt_tokens=prompt,
+        num_new_tokens=new,
+        submitted_s=submitted,
+        first_token_s=first,
+        finished_s=finished,
+    )
+
+
 @dataclass
 class Played:
     """A batch engine played step by step, which counts what it does."""
 
-    timings: list[AnswerTiming]
+    timings: list[Done]
     num_passes: int
     num_bytes: float
 
@@ -43,7 +56,7 @@ def play(lengths: list[tuple[int, int]], *, num_slots: int) -> Played:
     """Requests (prompt, new tokens) answered `num_slots` at a time, a pass every 20 ms."""
     waiting = list(lengths)
     active: list[list[float]] = []  # prompt, new tokens wanted, tokens made, first token at
-    timings: list[AnswerTiming] = []
+    timings: list[Done] = []
     now, num_passes, num_bytes = 0.0, 0, 0.0
     while waiting or active:
         joining = waiting[: num_slots - len(active)]
@@ -61,7 +74,7 @@ def play(lengths: list[tuple[int, int]], *, num_slots: int) -> Played:
                 answer[2] += 1
         for prompt, new, made, first in [a for a in active if a[2] >= a[1]]:
             active.remove([prompt, new, made, first])
-            timings.append(AnswerTiming(int(prompt), 0, int(made), False, 0.0, first, now))
+            timings.append(ended(int(prompt), int(made), 0.0, first, now))
     return Played(timings, num_passes, num_bytes)
 
 
@@ -74,7 +87,9 @@ def test_passes_and_bytes_are_found_from_the_times_of_answers(
 ) -> None:
     played = play(lengths, num_slots=num_slots)
 
-    found = sum_timeline(played.timings, PassTraffic(WEIGHTS, KV), num_slots=num_slots)
+    found = sum_timeline(
+        played.timings, bytes_per_pass=WEIGHTS, kv_bytes_per_token=KV, num_slots=num_slots
+    )
 
     assert found.num_passes == pytest.approx(played.num_passes, rel=0.05, abs=2)
     assert found.bytes_moved == pytest.approx(played.num_bytes, rel=0.06)
@@ -86,7 +101,9 @@ def test_passes_and_bytes_are_found_from_the_times_of_answers(
 def test_the_engines_own_count_of_passes_holds() -> None:
     played = play([(10, 30)] * 8, num_slots=2)
 
-    found = sum_timeline(played.timings, PassTraffic(WEIGHTS, 0.0), num_slots=2, num_passes=77)
+    found = sum_timeline(
+        played.timings, bytes_per_pass=WEIGHTS, kv_bytes_per_token=0.0, num_slots=2, num_passes=77
+    )
 
     assert found.num_passes == 77
     assert found.bytes_moved == pytest.approx(77 * WEIGHTS)
@@ -94,10 +111,10 @@ def test_the_engines_own_count_of_passes_holds() -> None:
 
 def test_the_busiest_second_stands_out() -> None:
     """One answer alone for 10 s at 10 passes a second, then eight at 100 for 1 s."""
-    slow = AnswerTiming(1, 0, 101, False, 0.0, 0.0, 10.0)
-    quick = [AnswerTiming(1, 0, 101, False, 0.0, 10.0, 11.0)] * 8
+    slow = ended(1, 101, 0.0, 0.0, 10.0)
+    quick = [ended(1, 101, 0.0, 10.0, 11.0)] * 8
 
-    found = sum_timeline([slow, *quick], PassTraffic(1e6, 0.0), num_slots=8)
+    found = sum_timeline([slow, *quick], bytes_per_pass=1e6, kv_bytes_per_token=0.0, num_slots=8)
 
     assert found.peak_bytes_per_second == pytest.approx(100e6, rel=0.05)
     assert found.bytes_moved == pytest.approx(200e6, rel=0.05)
@@ -105,10 +122,11 @@ def test_the_busiest_second_stands_out() -> None:
 
 def test_starving_is_time_with_fewer_requests_than_slots() -> None:
     """A prompt every second, each answered in half of it: one of two slots is ever open."""
-    late = [AnswerTiming(1, 0, 2, False, float(t), t + 0.1, t + 0.5) for t in range(10)]
-    assert sum_timeline(late, PassTraffic(1, 0), num_slots=2).starved_fraction == pytest.approx(1.0)
-    at_once = [AnswerTiming(1, 0, 2, False, 0.0, t + 0.1, t + 0.5) for t in range(10)]
-    assert sum_timeline(at_once, PassTraffic(1, 0), num_slots=2).starved_fraction == 0.0
+    late = [ended(1, 2, float(t), t + 0.1, t + 0.5) for t in range(10)]
+    sizes = {"bytes_per_pass": 1, "kv_bytes_per_token": 0}
+    assert sum_timeline(late, **sizes, num_slots=2).starved_fraction == pytest.approx(1.0)
+    at_once = [ended(1, 2, 0.0, t + 0.1, t + 0.5) for t in range(10)]
+    assert sum_timeline(at_once, **sizes, num_slots=2).starved_fraction == 0.0
 
 
 @given(values=st.lists(st.floats(0, 1e6), min_size=1, max_size=200))
@@ -161,18 +179,23 @@ def statistics_of(played: Played, *, num_hosts: int = 0, **ceilings: float) -> G
         kv_bytes_per_token=int(KV),
         num_hosts=num_hosts,
     )
-    return compute_statistics(
-        RunFacts(
-            info=info,
-            spec=None,
-            timings=played.timings,
-            num_prompts=20,
-            num_samples=1,
-            num_earlier=3,
-            num_failed=1,
-            measured=RunMeasurements(load_seconds=2.0, load_disk_bytes=25, weight_file_bytes=100),
-            ceilings=DeviceCeilings(**ceilings),
-        )
+    run = EngineRun(
+        info=info,
+        timings=played.timings,
+        failures=[],
+        measured=RunMeasurements(load_seconds=2.0, load_disk_bytes=25),
+        num_threads=1,
+    )
+    estimate = SimpleNamespace(peak_bytes=7, components={"kv": 7})
+    prediction = SimpleNamespace(
+        spec=None, weight_file_bytes=100, estimate=estimate, new_tokens_per_second=9.0
+    )
+    return sum_run(
+        run,
+        GenerateJob(prompts=[], sampling=Sampling()),
+        cast("InferencePrediction", prediction),
+        num_earlier=3,
+        ceilings=DeviceCeilings(**ceilings),
     )
 
 

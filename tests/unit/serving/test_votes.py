@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tightfit.core.errors import SetupError
-from tightfit.serving.compare.votes import (
+from tightfit.serving.page.votes import (
     Vote,
     VoteChoice,
     VoteFile,
@@ -110,7 +110,7 @@ def test_a_pair_is_voted_on_once_also_by_two_clicks_at_once_and_after_a_restart(
 
     assert sorted(results) == [False] * 7 + [True]
     assert not VoteFile(box.path).cast(make_vote(vote=VoteChoice.B))
-    assert box.count("x", "y").total == 1
+    assert box.count("x", "y").total() == 1
 
 
 def test_a_line_that_was_cut_off_spoils_only_itself(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_counts_go_by_model_whichever_was_called_a(tmp_path: Path) -> None:
 
     tally = box.count("x", "y")
 
-    assert (tally.a, tally.b, tally.tie, tally.both_bad) == (2, 0, 1, 1)
+    assert [tally[choice] for choice in VoteChoice] == [2, 0, 1, 1]
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGXFSZ"), reason="needs a POSIX system: run it on Linux")
@@ -145,7 +145,7 @@ def test_a_disk_that_fills_up_leaves_the_earlier_votes_whole(tmp_path: Path) -> 
 import resource, signal, sys
 from pathlib import Path
 from tightfit.core.errors import SetupError
-from tightfit.serving.compare.votes import append_vote, read_votes
+from tightfit.serving.page.votes import append_vote, read_votes
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 path = Path({str(path)!r})
 vote = next(read_votes(path))

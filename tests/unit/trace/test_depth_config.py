@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tightfit.trace.depth_config import find_extrapolation_obstacle, read_depth, with_depth
+from tightfit.trace.depth import find_extrapolation_obstacle, read_depth, with_depth
 
 ALIKE = {"model_type": "llama", "num_hidden_layers": 32}
 CATALOGUE = [

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from tightfit.core.strategy import Attention, Strategy
+from tightfit.core.attention import Attention
+from tightfit.core.strategy import Strategy
 from tightfit.estimation.result import StepTime
 from tightfit.hardware.catalogue import find_gpu
 from tightfit.hardware.types import MeasuredRates
 from tightfit.planning.traced import with_traced_time
 from tightfit.trace import kernel_stubs
-from tightfit.trace.operations import (
+from tightfit.trace.result import (
     ADAPTER,
     ATTENTION,
     BACKWARD,

@@ -9,8 +9,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tightfit.trace.concrete_values import set_concrete_value
-from tightfit.trace.operation_work import COMPUTE_WORK, Work, describe_operation
-from tightfit.trace.operations import ATTENTION
+from tightfit.trace.operation_work import SPECIAL_WORK, Work, describe_operation
+from tightfit.trace.result import ATTENTION
 
 HEADS, WIDTH = 4, 64
 
@@ -46,7 +46,7 @@ def _attend(*lengths: int, is_known: bool = True) -> Work:
     if is_known:
         set_concrete_value(ends, torch.tensor((0, *lengths)).cumsum(0))
     args: dict[str, Any] = {"query": query, "key": query, "value": query, "cu_seq_q": ends}
-    return COMPUTE_WORK["torch_attn::_varlen_attn"](args | {"window_size": [-1, 0]}, query)
+    return SPECIAL_WORK["torch_attn::_varlen_attn"](args | {"window_size": [-1, 0]}, query)
 
 
 def test_documents_attend_among_themselves_at_the_pace_of_their_mean_length() -> None:

@@ -54,20 +54,20 @@ def allocation(num_bytes: int, **fields: Any) -> Allocation:
     return Allocation(num_bytes=num_bytes, **(plain | fields))
 
 
-class Doubling:
+class Doubling(CachingAllocator):
     """An allocator that keeps all it ever held, and twice that: no model of torch's."""
 
     def __init__(self) -> None:
+        super().__init__(AllocatorSettings())
         self.live: dict[int, int] = {}
-        self.reserved_bytes = 0
 
-    def allocate(self, key: int, num_bytes: int, /, *, stream: int) -> None:
+    def allocate(self, key: int, num_bytes: int, *, stream: int = 0) -> None:
         assert key not in self.live
         assert stream == 0, "one pool of blocks is all this has"
         self.live[key] = num_bytes
         self.reserved_bytes = max(self.reserved_bytes, 2 * sum(self.live.values()))
 
-    def free(self, key: int, /) -> None:
+    def free(self, key: int) -> None:
         del self.live[key]
 
     def release_cached(self) -> None:

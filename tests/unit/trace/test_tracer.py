@@ -85,7 +85,7 @@ def test_a_folder_that_cannot_be_written_costs_nothing_but_time(
     assert "Not a directory" in error
 
 
-def test_what_can_be_kept_is_no_fault(tmp_path: Path) -> None:
+def test_what_can_be_kept_is_no_error(tmp_path: Path) -> None:
     tracer = Tracer(module=make_worker(tmp_path, "print(ANSWER)"))
     tracer.ask([{"name": "a"}])
     assert tracer.write_errors == []

@@ -129,7 +129,7 @@ def test_epochs_become_whole_steps(store_folder: Path, num_epochs: float) -> Non
     assert num_steps - 1 < num_epochs * 3 <= num_steps
 
 
-def test_a_fault_in_the_thread_reaches_the_trainer(store_folder: Path) -> None:
+def test_an_error_in_the_thread_reaches_the_trainer(store_folder: Path) -> None:
     sampler = make_sampler(store_folder)
 
     def broken(_sequences: object) -> dict[str, torch.Tensor]:

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tightfit.core.errors import InvalidInputError, SetupError
-from tightfit.core.strategy import Sharding
+from tightfit.core.settings import Sharding
 from tightfit.runs.run_folder import RunFolder
 from tightfit.training.checkpoint import (
     Progress,
@@ -39,14 +39,14 @@ class Toy:
     def __init__(self, number: int = 0, num_bytes: int = 64) -> None:
         self.number = number
         self.num_bytes = num_bytes
-        self.fault: BaseException | None = None
+        self.error: BaseException | None = None
 
     def save_state(self, folder: Path, *, alone: bool = False) -> None:
         del alone
         (folder / "inner").mkdir()
         (folder / "inner" / "state").write_bytes(b"%08d" % self.number + b"x" * self.num_bytes)
-        if self.fault is not None:
-            raise self.fault
+        if self.error is not None:
+            raise self.error
 
     def load_state(self, folder: Path) -> None:
         self.number = int((folder / "inner" / "state").read_bytes()[:8])
@@ -93,7 +93,7 @@ def test_the_newest_is_found_and_the_oldest_are_dropped(run: RunFolder) -> None:
 def test_one_that_is_there_is_not_written_again(run: RunFolder) -> None:
     _write(run, Toy(1), 5)
     engine = Toy(2)
-    engine.fault = AssertionError("written again")
+    engine.error = AssertionError("written again")
 
     folder = _write(run, engine, 5)
 
@@ -175,7 +175,7 @@ def test_a_rank_writes_alone(run: RunFolder) -> None:
 def test_a_full_disk_leaves_the_one_before(run: RunFolder, number: int) -> None:
     before = _write(run, Toy(1), 5)
     engine = Toy(2)
-    engine.fault = OSError(number, os.strerror(number))
+    engine.error = OSError(number, os.strerror(number))
 
     with pytest.raises(SetupError, match=os.strerror(number)) as caught:
         _write(run, engine, 6)
@@ -186,7 +186,7 @@ def test_a_full_disk_leaves_the_one_before(run: RunFolder, number: int) -> None:
     assert _names(run) == ["step-000005"]
 
 
-def test_a_write_that_the_system_cuts_off_is_the_disks_fault(run: RunFolder) -> None:
+def test_a_write_that_the_system_cuts_off_is_the_disks_error(run: RunFolder) -> None:
     """The real thing: a limit on the size of files, as a quota would have it."""
     _write(run, Toy(1), 5)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -202,9 +202,9 @@ def test_a_write_that_the_system_cuts_off_is_the_disks_fault(run: RunFolder) -> 
     assert _names(run) == ["step-000005"]
 
 
-def test_a_fault_of_the_engine_comes_through(run: RunFolder) -> None:
+def test_an_error_of_the_engine_comes_through(run: RunFolder) -> None:
     engine = Toy()
-    engine.fault = RuntimeError("CUDA error: out of memory")
+    engine.error = RuntimeError("CUDA error: out of memory")
 
     with pytest.raises(RuntimeError, match="out of memory"):
         _write(run, engine, 6)

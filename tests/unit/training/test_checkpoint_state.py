@@ -14,7 +14,8 @@ from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError, SetupError
-from tightfit.core.strategy import Method, Sharding, Strategy
+from tightfit.core.settings import Method, Sharding
+from tightfit.core.strategy import Strategy
 from tightfit.runs.run_folder import RunFolder
 from tightfit.training.checkpoint import Progress, find_checkpoint, write_checkpoint
 from tightfit.training.distributed import DistContext
@@ -27,7 +28,7 @@ OPTIMIZERS: dict[str, Any] = {
     "adafactor": lambda groups: Adafactor(groups, lr=0.1),
     "adamw-8bit": lambda groups: _8bit()(groups, lr=0.1, min_8bit_size=1),
 }
-PLACE = DistContext(
+CONTEXT = DistContext(
     rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu")
 )
 
@@ -140,14 +141,14 @@ def test_a_state_of_another_model_is_refused(tmp_path: Path) -> None:
 def test_a_disk_that_fills_while_torch_writes_leaves_the_one_before(tmp_path: Path) -> None:
     run = RunFolder(path=tmp_path)
     engine = _engine(width=512)
-    before = write_checkpoint(run, engine, _progress(1), PLACE, 2)
+    before = write_checkpoint(run, engine, _progress(1), CONTEXT, 2)
     engine.model[0].requires_grad_(True)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
         with pytest.raises(SetupError, match="Cannot write the checkpoint"):
-            write_checkpoint(run, engine, _progress(2), PLACE, 2)
+            write_checkpoint(run, engine, _progress(2), CONTEXT, 2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, handler)

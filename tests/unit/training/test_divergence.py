@@ -20,23 +20,23 @@ def step_of(loss: float, *, is_skipped: bool = False) -> ReducedMetrics:
 
 
 def test_a_loss_that_is_no_number_names_the_rows() -> None:
-    watch = DivergenceCheck(32000, is_scaled=False)
-    watch.check(1, step_of(2.5), ROWS)
+    divergence = DivergenceCheck(32000, is_scaled=False)
+    divergence.check(1, step_of(2.5), ROWS)
 
     with pytest.raises(UserError, match=r"step 2.*nan.*2\.500.*line 1;.*and 3 more"):
-        watch.check(2, step_of(math.nan), ROWS)
+        divergence.check(2, step_of(math.nan), ROWS)
 
 
 def test_fp16_may_overflow_for_a_while() -> None:
-    watch = DivergenceCheck(32000, is_scaled=True)
+    divergence = DivergenceCheck(32000, is_scaled=True)
     for step in range(20):
-        watch.check(step, step_of(2.0, is_skipped=True), ROWS)
-    watch.check(20, step_of(2.0), ROWS)
+        divergence.check(step, step_of(2.0, is_skipped=True), ROWS)
+    divergence.check(20, step_of(2.0), ROWS)
 
     for step in range(21, 45):
-        watch.check(step, step_of(2.0, is_skipped=True), ROWS)
+        divergence.check(step, step_of(2.0, is_skipped=True), ROWS)
     with pytest.raises(UserError, match="in a row"):
-        watch.check(45, step_of(2.0, is_skipped=True), ROWS)
+        divergence.check(45, step_of(2.0, is_skipped=True), ROWS)
 
 
 def test_without_a_scaler_an_infinite_gradient_stops_at_once() -> None:
@@ -45,9 +45,9 @@ def test_without_a_scaler_an_infinite_gradient_stops_at_once() -> None:
 
 
 def test_noise_is_no_explosion_but_nonsense_is() -> None:
-    watch = DivergenceCheck(32000, is_scaled=False)
+    divergence = DivergenceCheck(32000, is_scaled=False)
     for step in range(30):
-        watch.check(step, step_of(1.0 + (step % 3)), ROWS)
+        divergence.check(step, step_of(1.0 + (step % 3)), ROWS)
 
     with pytest.raises(UserError, match=r"from 2\.00 to 25\.00"):
-        watch.check(31, step_of(25.0), ROWS)
+        divergence.check(31, step_of(25.0), ROWS)

@@ -16,7 +16,7 @@ from tightfit.estimation.host_and_disk import (
     estimate_loading_bytes_by_rank,
 )
 from tightfit.models.resolve import resolve_model
-from tightfit.runtime.load import LoadRequest, load_base
+from tightfit.runtime.load import load_base
 from tightfit.training.model import prepare_model
 from tightfit.training.tracing.engine import make_training
 from tightfit.training.tracing.fake_kernels import list_quantization_state
@@ -42,8 +42,7 @@ def test_first_rank_of_fsdp_holds_the_model_it_read(tmp_path: Path, fields: dict
     strategy = Strategy.model_validate(fields | FSDP)
     first, *others = estimate_loading_bytes_by_rank(resolve_model(str(folder)), strategy)
     assert others == [0] * 7
-    request = LoadRequest.from_strategy(strategy, is_packed=False)
-    model = load_base(folder, request, torch.device("cpu"))
+    model = load_base(folder, strategy, torch.device("cpu"))
     whole = prepare_model(model, strategy, make_training(strategy, folder))
     held = {id(t): t for t in [*whole.parameters(), *list_quantization_state(whole)]}
     read = sum(t.numel() * t.element_size() for t in held.values())

@@ -13,7 +13,8 @@ from tiny_sizes import SIZES, VOCAB
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from tightfit.core.strategy import Loss, Strategy
+from tightfit.core.settings import Loss
+from tightfit.core.strategy import Strategy
 from tightfit.training.batches import IGNORED
 from tightfit.training.model import Objective, has_plain_head
 
@@ -112,7 +113,7 @@ def test_a_batch_without_loss_still_reaches_every_parameter(loss: Loss) -> None:
     assert all(gradient is not None and not gradient.any() for gradient in gradients)
 
 
-SLICED = Strategy(loss=Loss.FUSED, loss_chunk_factor=4)
+CHUNKED = Strategy(loss=Loss.FUSED, loss_chunk_factor=4)
 
 
 def _old_liger(**_given: Any) -> Tensor:
@@ -129,7 +130,7 @@ def _put_liger(monkeypatch: pytest.MonkeyPatch, loss: Callable[..., Tensor]) -> 
     transformers.functional = sys.modules[names[2]]
 
 
-def test_the_fused_loss_is_told_how_wide_its_slices_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_fused_loss_takes_the_chunk_factor(monkeypatch: pytest.MonkeyPatch) -> None:
     reported: list[int] = []
 
     def loss(
@@ -151,13 +152,13 @@ def test_the_fused_loss_is_told_how_wide_its_slices_are(monkeypatch: pytest.Monk
     for family in ("llama", "gemma2", "phi"):
         model, batch = make_model(family), make_batch()
         with torch.no_grad():
-            ours = Objective.from_strategy(model, SLICED)(**batch)
+            ours = Objective.from_strategy(model, CHUNKED)(**batch)
             plain = Objective(model, Loss.PLAIN)(**batch)
         torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-4)
     assert reported == [4, 4, 4]
 
 
-def test_an_older_liger_takes_the_slices_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_older_liger_has_a_fixed_chunk_size(monkeypatch: pytest.MonkeyPatch) -> None:
     class OldLoss:
         def __init__(self, *, reduction: str, softcap: float | None) -> None:
             assert (reduction, softcap) == ("sum", None)
@@ -171,6 +172,6 @@ def test_an_older_liger_takes_the_slices_that_it_has(monkeypatch: pytest.MonkeyP
     module.LigerFusedLinearCrossEntropyLoss = OldLoss
     model, batch = make_model("llama"), make_batch()
     with torch.no_grad():
-        ours = Objective.from_strategy(model, SLICED)(**batch)
+        ours = Objective.from_strategy(model, CHUNKED)(**batch)
         plain = Objective(model, Loss.PLAIN)(**batch)
     torch.testing.assert_close(ours, plain, rtol=1e-5, atol=1e-4)

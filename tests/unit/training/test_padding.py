@@ -13,7 +13,7 @@ from tiny_sizes import SIZES, VOCAB
 from torch import Tensor
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM
 
-from tightfit.core.strategy import Loss
+from tightfit.core.settings import Loss
 from tightfit.data.token_store import EncodedRow
 from tightfit.models.families.registry import FAMILIES as RECORDS
 from tightfit.runtime.attention import REPEAT, needs_padding_mask, register_attention

@@ -15,15 +15,15 @@ from transformers import (
     get_linear_schedule_with_warmup,
 )
 
-from tightfit.core.strategy import Loss, Strategy
-from tightfit.core.training import Schedule, Training
+from tightfit.core.optimizers import Optimizer
+from tightfit.core.settings import Loss, Method, Schedule
+from tightfit.core.strategy import Strategy, Training, default_learning_rate
 from tightfit.training.batches import BatchLoader, BatchSampler, choose_collate
 from tightfit.training.distributed import DistContext
 from tightfit.training.engine import TorchEngine
 from tightfit.training.loop import learning_rate_at
-from tightfit.training.model import Objective
-from tightfit.training.optimizers import build_optimizer
-from tightfit.training.step import StepPlan, mix_seed, train_step
+from tightfit.training.model import Objective, build_optimizer
+from tightfit.training.step import mix_seed, train_step
 
 ALONE = DistContext(
     rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu")
@@ -77,12 +77,13 @@ def run_steps(
     engine = make_engine(training, **fields)
     losses = []
     for ready in loader.steps(0, num_steps):
-        numbers = StepPlan(
+        outcome = train_step(
+            engine,
+            ready.batches,
             num_trained_tokens=ready.items.num_trained_tokens,
             learning_rate=1e-2,
             seeds=tuple(mix_seed(0, ready.items.step, i) for i in range(len(ready.batches))),
         )
-        outcome = train_step(engine, ready.batches, numbers)
         losses.append(float(outcome.loss_sum) / ready.items.num_trained_tokens)
     return losses
 
@@ -108,6 +109,33 @@ def test_every_optimizer_learns(tmp_path: Path, optimizer: str) -> None:
     losses = run_steps(tmp_path, micro_batch=16, is_packed=False, optimizer=optimizer)
 
     assert losses[-1] < losses[0] - 0.01
+
+
+@pytest.mark.parametrize("method", [Method.FULL, Method.LORA])
+@pytest.mark.parametrize("kind", [one for one in Optimizer if not one.record.is_paged])
+def test_default_rates_move_weights_about_as_far_as_adamw_does(
+    kind: Optimizer, method: Method
+) -> None:
+    """With gradients clipped to 1, on weights as large as a model's, or an adapter's first."""
+
+    def measure(kind: Optimizer) -> float:
+        torch.manual_seed(0)
+        weights = {"a": torch.nn.Parameter(torch.randn(64, 512) * 0.02)}
+        if method is Method.LORA:
+            weights["b"] = torch.nn.Parameter(torch.zeros(512, 64))
+        before = {name: weight.detach().clone() for name, weight in weights.items()}
+        training = Training(model_path="none", learning_rate=default_learning_rate(method, kind))
+        optimizer = build_optimizer(weights.items(), kind, training)
+        always = {name: torch.randn_like(weight) for name, weight in weights.items()}
+        for _ in range(50):
+            for name, weight in weights.items():
+                weight.grad = always[name] + torch.randn_like(weight)
+            torch.nn.utils.clip_grad_norm_(weights.values(), 1.0)
+            optimizer.step()
+        moved = [(weights[name].detach() - before[name]).square().sum() for name in weights]
+        return float(torch.stack(moved).sum().sqrt())
+
+    assert 0.1 < measure(kind) / measure(Optimizer.ADAMW) < 10
 
 
 @pytest.mark.parametrize(
@@ -153,6 +181,7 @@ def test_clipping_inside_the_update_is_clipping_before_it(tmp_path: Path) -> Non
 @pytest.mark.parametrize("schedule", [Schedule.COSINE, Schedule.LINEAR])
 @pytest.mark.parametrize("num_steps", [1, 7, 100])
 def test_rates_are_those_of_transformers(schedule: Schedule, num_steps: int) -> None:
+    """But for its first step, at rate 0: the warm-up is a step ahead."""
     training = Training(
         model_path="none", learning_rate=3e-4, schedule=schedule, warmup_fraction=0.1
     )
@@ -161,10 +190,15 @@ def test_rates_are_those_of_transformers(schedule: Schedule, num_steps: int) -> 
         Schedule.COSINE: get_cosine_schedule_with_warmup,
         Schedule.LINEAR: get_linear_schedule_with_warmup,
     }[schedule]
-    theirs = make(optimizer, num_warmup_steps=-(-num_steps // 10), num_training_steps=num_steps)
-
-    for step in range(num_steps):
-        [rate] = theirs.get_last_lr()
-        assert learning_rate_at(step, num_steps, training) == pytest.approx(rate)
+    num_warmup = -(-num_steps // 10)
+    theirs = make(optimizer, num_warmup_steps=num_warmup, num_training_steps=num_steps)
+    rates = []
+    for _ in range(num_steps):
+        rates += theirs.get_last_lr()
         optimizer.step()
         theirs.step()
+
+    ours = [learning_rate_at(step, num_steps, training) for step in range(num_steps)]
+    assert rates[0] == 0
+    assert ours == pytest.approx([*rates[1:num_warmup], 3e-4, *rates[num_warmup:]])
+    assert min(ours) > 0

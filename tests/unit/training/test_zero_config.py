@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from tightfit.core.dtypes import Dtype
-from tightfit.core.strategy import Offload, Sharding, Strategy
-from tightfit.core.training import Training
+from tightfit.core.settings import Offload, Sharding
+from tightfit.core.strategy import Strategy, Training
 from tightfit.estimation.job import estimate_job
 from tightfit.estimation.state import estimate_buffer_bytes
+from tightfit.hardware.resolve import parse_hardware
 from tightfit.hardware.types import Node
-from tightfit.hardware.words import parse_hardware
 from tightfit.models.catalogue import list_models, load_row
 from tightfit.models.spec import ModelSpec
 from tightfit.planning.plan import Plan, PlanHardware

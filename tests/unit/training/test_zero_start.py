@@ -13,7 +13,7 @@ from tightfit.core.errors import SetupError
 from tightfit.training.distributed import DistContext
 from tightfit.training.zero import start_deepspeed
 
-PLACE = DistContext(
+CONTEXT = DistContext(
     rank=0, local_rank=0, world_size=1, local_world_size=1, device=torch.device("cpu")
 )
 
@@ -27,7 +27,7 @@ def test_missing_package_names_what_to_install(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "deepspeed", None)
 
     with pytest.raises(SetupError) as caught:
-        start_deepspeed(PLACE)
+        start_deepspeed(CONTEXT)
 
     assert "DeepSpeed cannot be imported" in caught.value.problem
     assert "pip install 'tightfit[zero]'" in caught.value.remedy
@@ -45,7 +45,7 @@ def test_accelerator_of_another_device_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "deepspeed.accelerator", accelerator)
 
     with pytest.raises(SetupError) as caught:
-        start_deepspeed(PLACE)
+        start_deepspeed(CONTEXT)
 
     assert "started for cuda" in caught.value.problem
     assert "DS_ACCELERATOR=cpu" in caught.value.remedy

@@ -1,4 +1,4 @@
-"""Options of chat, generate, farm, serve and compare."""
+"""Options of chat, generate, farm, serve, ui and compare."""
 
 from __future__ import annotations
 
@@ -6,37 +6,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
-from tightfit.api.options import choices
-from tightfit.api.options.choices import complete_model
-from tightfit.api.options.common import (
-    count_option,
-    number_option,
-    path_option,
-    refuse_empty,
-    switch_option,
-    text_option,
-    word_option,
-)
-from tightfit.api.options.declare import Argument, Option
+from tightfit.api.options.common import Json, model_argument
 from tightfit.api.options.engines import (
-    ENGINES,
+    AnswerOptions,
     CheckFit,
-    Context,
-    Device,
-    EngineName,
     EngineOptions,
     Hosts,
     ModelArgument,
+    ModelOptions,
     Parallel,
-    PromptOptions,
     SamplingOptions,
     System,
-    TemplateSetting,
-    Threads,
-    Weights,
-    natural_option,
+    engine_option,
 )
-from tightfit.core.progress import Progress
+from tightfit.core.options import (
+    count_option,
+    number_option,
+    path_option,
+    switch_option,
+    text_option,
+)
 
 # A verb's first options are in a class of their own: a dataclass lists the fields of its bases
 # before its own, the last base first, and `--help` keeps that order.
@@ -53,32 +42,21 @@ Examples:
 @dataclass(frozen=True, kw_only=True)
 class _ChatTarget:
     model: ModelArgument = field(kw_only=False)
-    once: Annotated[
-        str | None,
-        text_option("--once", "TEXT", "Answer this one message and leave.", example="'Hello'"),
-    ] = None
+    once: str | None = text_option("TEXT", "Answer this one message and leave.", example="'Hello'")
     system: System = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatOptions(SamplingOptions, _ChatTarget):
+class ChatOptions(ModelOptions, SamplingOptions, _ChatTarget):
     """Talk to a model in the terminal.
 
     /help lists the commands. Ctrl-C stops an answer, Ctrl-D leaves. Where stdin is no terminal,
     each line is a message, and only answers are printed.
     """
 
-    engine: EngineName = None
-    device: Device = None
-    weights: Weights = None
-    context: Context = None
-    threads: Threads = None
     hosts: Hosts = None
-    settings: TemplateSetting = None
     check: CheckFit = True
 
-
-# What `tightfit generate` accepts.
 
 GENERATE_EXAMPLES = """\b
 Examples:
@@ -90,7 +68,7 @@ Examples:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateOptions(EngineOptions, SamplingOptions, PromptOptions):
+class GenerateOptions(AnswerOptions):
     """Answer every prompt of a file, once each.
 
     Prompts: text with one in each line, or JSON, JSON Lines, CSV and Parquet rows in the formats
@@ -99,25 +77,18 @@ class GenerateOptions(EngineOptions, SamplingOptions, PromptOptions):
 
     A run that was interrupted, even by kill -9, goes on with the same command. Prompts that cannot
     be answered are listed in OUT.failed.jsonl, and the exit code is then 1. At the end: tokens per
-    second, latencies, memory, bandwidth and FLOPs against the device's limits, and what held the
-    run back.
+    second, latencies, memory, bandwidth and FLOPs against the device's limits, and what
+    limited the run.
     """
 
     model: ModelArgument = field(kw_only=False)
-    fresh: Annotated[
-        bool,
-        switch_option("--fresh", "Begin again: forget earlier answers and replace the output."),
-    ] = False
-    check: CheckFit = True
-    stats: Annotated[
-        Path | None,
-        path_option("--stats", "Write the statistics there too, as JSON.", example="stats.json"),
-    ] = None
-    progress: Progress | None = None
-    """Called with "answers", the answers so far and all answers."""
 
 
-# What `tightfit farm` accepts.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateOutput:
+    dry_run: bool = switch_option("Show the first prompts as they are sent, and the prediction.")
+    as_json: Json = False
+
 
 RAY = "ray"
 MAX_WORKERS = 100_000
@@ -136,91 +107,52 @@ Examples:
 class _FarmTarget:
     model: Annotated[
         str | None,
-        Argument(
-            metavar="[MODEL|RUN]",
-            help="A run, an adapter, a model folder, a cached hub id or a GGUF file.",
-            complete=complete_model,
-            read=refuse_empty("MODEL", "runs/sql"),
-            show_default=False,
+        model_argument(
+            "[MODEL|RUN]", "A run, an adapter, a model folder, a cached hub id or a GGUF file."
         ),
     ] = field(default=None, kw_only=False)
-    model_option: Annotated[
-        str | None,
-        text_option("--model", "MODEL|RUN", "The same as an option.", example="runs/sql"),
-    ] = None
-    partitions: Annotated[
-        str | None,
-        text_option(
-            "--partitions",
-            "all|NAME,...|local|k8s",
-            "Where workers run: Slurm's partitions, this machine, or Kubernetes. [default: local]",
-            example="gpu,cpu",
-        ),
-    ] = None
-    workers: Annotated[
-        int | None,
-        count_option(
-            "--workers",
-            "Most workers in each partition. [default: one for each GPU and each CPU node]",
-            most=MAX_WORKERS,
-            example=8,
-        ),
-    ] = None
+    model_option: str | None = text_option(
+        "MODEL|RUN", "The same as an option.", example="runs/sql", name="--model"
+    )
+    partitions: str | None = text_option(
+        "all|NAME,...|local|k8s",
+        "Where workers run: Slurm's partitions, this machine, or Kubernetes. [default: local]",
+        example="gpu,cpu",
+    )
+    workers: int | None = count_option(
+        "Most workers in each partition. [default: one for each GPU and each CPU node]",
+        most=MAX_WORKERS,
+        example=8,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
-class FarmOptions(EngineOptions, SamplingOptions, PromptOptions, _FarmTarget):
+class FarmOptions(AnswerOptions, _FarmTarget):
     """Answer the prompts of a file on many machines, once each.
 
     Workers on every partition take prompts from a folder beside the output, which every node must
     see; fast nodes take more. Answers are those of `tightfit generate`, in the prompts' order. A
-    worker, a node or this command may die at any moment: what it held is done by others, and the
+    worker, a node or this command may die at any moment: its prompts are done by others, and the
     same command goes on. Ctrl-C ends the workers; what was answered is kept.
 
     Prompts that cannot be answered are listed in OUT.failed.jsonl, and the exit code is then 1.
     """
 
-    engine: Annotated[
-        str | None,
-        word_option(
-            "--engine",
-            (*ENGINES, RAY),
-            "What computes; ray: workers run on the Ray cluster of RAY_ADDRESS. [default: auto]",
-        ),
-    ] = None
-    lease: Annotated[
-        float | None,
-        number_option(
-            "--lease",
-            "Seconds of silence after which a worker is taken for dead. [default: 60]",
-            most=MAX_LEASE_SECONDS,
-            example=60,
-        ),
-    ] = None
-    fresh: Annotated[
-        bool,
-        switch_option("--fresh", "Begin again: forget earlier answers and replace the output."),
-    ] = False
-    check: CheckFit = True
-    stats: Annotated[
-        Path | None,
-        path_option("--stats", "Write the statistics there too, as JSON.", example="stats.json"),
-    ] = None
-    progress: Progress | None = None
-    """Called with "answers", the answers so far and all answers."""
+    engine: str | None = engine_option(
+        "What computes; ray: workers run on the Ray cluster of RAY_ADDRESS. [default: auto]", RAY
+    )
+    lease: float | None = number_option(
+        "Seconds of silence after which a worker is taken for dead. [default: 60]",
+        most=MAX_LEASE_SECONDS,
+        example=60,
+    )
 
 
-def read_engine(word: str | None) -> str | None:
-    """One of the engines, or `ray`."""
-    if word is None:
-        return None
-    plain = word.strip().lower()
-    if plain == "llama":
-        return "llama.cpp"
-    return choices.read_word(plain, (*ENGINES, RAY), option="--engine")
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FarmOutput:
+    dry_run: bool = switch_option("Show where workers would run and what is expected of them.")
+    as_json: Json = False
 
-
-# What `tightfit serve` accepts.
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8000
@@ -240,58 +172,37 @@ Examples:
 class _ServeTarget:
     targets: Annotated[
         list[str],
-        Argument(
-            metavar="MODEL",
-            help="Run folders, adapter folders, model folders, cached hub ids or GGUF files.",
-            complete=complete_model,
-            show_default=False,
+        model_argument(
+            "MODEL",
+            "Run folders, adapter folders, model folders, cached hub ids or GGUF files.",
+            example="",
         ),
     ] = field(kw_only=False)
-    names: Annotated[
-        list[str] | None,
-        Option(
-            "--name",
-            metavar="NAME",
-            help="What requests call the model. Repeatable, in the models' order. [default: the "
-            "folder's or file's name]",
-            show_default=False,
-        ),
-    ] = None
-    host: Annotated[
-        str | None,
-        text_option(
-            "--host",
-            "ADDRESS",
-            "Where to listen; beyond loopback a token is needed. [default: 127.0.0.1]",
-            example="0.0.0.0",
-        ),
-    ] = None
-    port: Annotated[
-        int | None,
-        natural_option(
-            "--port", "0: any free port. [default: 8000]", most=65_535, example=DEFAULT_PORT
-        ),
-    ] = None
-    api_key: Annotated[
-        str | None,
-        text_option(
-            "--api-key",
-            "KEY",
-            "Bearer token that requests must send. Others on this machine can see it here; "
-            "TIGHTFIT_API_KEY hides it. [default: none on loopback, else one is made]",
-            example="KEY",
-        ),
-    ] = None
-    cors: Annotated[
-        list[str] | None,
-        Option(
-            "--cors",
-            metavar="ORIGIN",
-            help="Let pages of this origin call the API from a browser. Repeatable. [default: "
-            "none]",
-            show_default=False,
-        ),
-    ] = None
+    names: list[str] | None = text_option(
+        "NAME",
+        "What requests call the model. Repeatable, in the models' order. [default: the "
+        "folder's or file's name]",
+        example="NAME",
+        name="--name",
+    )
+    host: str | None = text_option(
+        "ADDRESS",
+        "Where to listen; beyond loopback a token is needed. [default: 127.0.0.1]",
+        example="0.0.0.0",
+    )
+    port: int | None = count_option(
+        "0: any free port. [default: 8000]", most=65_535, example=DEFAULT_PORT, least=0
+    )
+    api_key: str | None = text_option(
+        "KEY",
+        "Bearer token that requests must send. Others on this machine can see it here; "
+        "TIGHTFIT_API_KEY hides it. [default: none on loopback, else one is made]",
+        example="KEY",
+    )
+    cors: list[str] | None = text_option(
+        "ORIGIN",
+        "Let pages of this origin call the API from a browser. Repeatable. [default: none]",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,56 +216,114 @@ class ServeOptions(EngineOptions, _ServeTarget):
     A signal lets answers end for --drain seconds, then stops them.
     """
 
-    max_queue: Annotated[
-        int | None,
-        natural_option(
-            "--max-queue",
-            "Answers that may wait for a slot, for each model; more get 503. [default: 128]",
-            most=1_000_000,
-            example=128,
-        ),
-    ] = None
-    timeout: Annotated[
-        float | None,
-        number_option(
-            "--timeout",
-            "Seconds that an answer may take, its wait included. [default: 600]",
-            most=MAX_SERVE_SECONDS,
-            example=600,
-        ),
-    ] = None
-    drain: Annotated[
-        int | None,
-        natural_option(
-            "--drain",
-            "Seconds that answers have to end after a signal. [default: 30]",
-            most=MAX_SERVE_SECONDS,
-            example=30,
-        ),
-    ] = None
-    max_body_mib: Annotated[
-        int | None,
-        count_option(
-            "--max-body-mib",
-            "Largest request body in MiB. [default: 4]",
-            most=MAX_BODY_MIB,
-            example=4,
-        ),
-    ] = None
-    ready_file: Annotated[
-        Path | None,
-        path_option(
-            "--ready-file", "File to write when requests are answered.", example="ready.json"
-        ),
-    ] = None
-    access_log: Annotated[
-        bool, Option("--access-log", help="One line on stderr for every request.")
-    ] = False
+    max_queue: int | None = count_option(
+        "Answers that may wait for a slot, for each model; more get 503. [default: 128]",
+        most=1_000_000,
+        example=128,
+        least=0,
+    )
+    timeout: float | None = number_option(
+        "Seconds that an answer may take, its wait included. [default: 600]",
+        most=MAX_SERVE_SECONDS,
+        example=600,
+    )
+    drain: int | None = count_option(
+        "Seconds that answers have to end after a signal. [default: 30]",
+        most=MAX_SERVE_SECONDS,
+        example=30,
+        least=0,
+    )
+    max_body_mib: int | None = count_option(
+        "Largest request body in MiB. [default: 4]", most=MAX_BODY_MIB, example=4
+    )
+    ready_file: Path | None = path_option(
+        "File to write when requests are answered.", example="ready.json"
+    )
+    access_log: bool = switch_option("One line on stderr for every request.")
 
 
-# What `tightfit compare` accepts.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeOutput:
+    as_json: bool = switch_option(
+        "Print one line of JSON when requests are answered, and nothing else.", name="--json"
+    )
+
 
 MAX_PORT = 65_535
+
+
+@dataclass(frozen=True, kw_only=True)
+class _PagePlace:
+    host: str | None = text_option(
+        "ADDRESS",
+        "Address to listen on; other than loopback needs --password. [default: 127.0.0.1]",
+        example="0.0.0.0",
+    )
+    port: int | None = count_option(
+        "Port to listen on; 0: any that is free. [default: 7860]",
+        most=MAX_PORT,
+        example=7860,
+        least=0,
+    )
+    password: str | None = text_option(
+        "WORD",
+        "Asked for when the page is opened. [default: TIGHTFIT_PASSWORD, or none]",
+        example="a-long-word",
+    )
+    votes: Path | None = path_option(
+        "File that votes are added to. [default: votes.jsonl in the run's folder, or here]",
+        example="votes.jsonl",
+    )
+    one_at_a_time: bool = switch_option(
+        "Hold one model in memory at a time; slower, half the memory."
+    )
+    system: System = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PageOptions(ModelOptions, SamplingOptions, _PagePlace):
+    """What `ui` and `compare` share: where the page is, and how its models answer."""
+
+    parallel: Parallel = None
+
+
+UI_EXAMPLES = """\b
+Examples:
+  tightfit ui
+  tightfit ui --runs experiments --port 0
+  tightfit ui --model runs/sql --model ./my-model
+  ssh -L 7860:localhost:7860 LOGIN-NODE tightfit ui     then open http://localhost:7860
+  tightfit ui --host 0.0.0.0 --password WORD
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _UiTarget:
+    models: list[str] | None = text_option(
+        "MODEL",
+        "Load this run, adapter, model folder, cached hub id or GGUF file to talk to. Twice: two "
+        "side by side. [default: none; the page can load them]",
+        example="runs/sql",
+        name="--model",
+    )
+    runs: Path | None = path_option(
+        "Folder of runs to show. [default: runs]", example="runs", metavar="FOLDER"
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class UiOptions(PageOptions, _UiTarget):
+    """Open a web page: plans while you type, data, runs, chat.
+
+    Plan: what fits, how fast and why, for a model and hardware. Data: which words of a file are
+    learnt. Runs: curves, memory and predictions, while a run goes on. Chat and compare: with the
+    models that are named here or loaded in the page.
+
+    The page fetches nothing from other machines. Only this machine can open it unless a host and
+    a password are given, and then it reads no paths that are typed into it. Where the machine has
+    other users, give a password.
+    """
+
 
 COMPARE_EXAMPLES = """\b
 Examples:
@@ -366,85 +335,23 @@ Examples:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _CompareTarget:
+class CompareOptions(PageOptions):
+    """Open a web page with two models side by side.
+
+    A run alone is compared with its own base model. The page is that of `tightfit ui`, opened
+    where the two models stand beside each other.
+    """
+
     first: Annotated[
         str,
-        Argument(
-            metavar="A",
-            help="A run, an adapter, a model folder, a cached hub id or a GGUF file.",
-            complete=complete_model,
-            read=refuse_empty("A", "runs/sql"),
-            show_default=False,
-        ),
+        model_argument("A", "A run, an adapter, a model folder, a cached hub id or a GGUF file."),
     ] = field(kw_only=False)
     second: Annotated[
         str | None,
-        Argument(
-            metavar="B",
-            help="What it is compared with. [default: A is tuned, and its base model is shown "
+        model_argument(
+            "B",
+            "What it is compared with. [default: A is tuned, and its base model is shown "
             "beside it]",
-            complete=complete_model,
-            read=refuse_empty("B", "model.gguf"),
-            show_default=False,
+            example="model.gguf",
         ),
     ] = field(default=None, kw_only=False)
-    votes: Annotated[
-        Path | None,
-        path_option(
-            "--votes",
-            "File that votes are added to. [default: votes.jsonl in the run's folder, or here]",
-            example="votes.jsonl",
-        ),
-    ] = None
-    one_at_a_time: Annotated[
-        bool,
-        Option(
-            "--one-at-a-time", help="Hold one model in memory at a time; slower, half the memory."
-        ),
-    ] = False
-    host: Annotated[
-        str | None,
-        text_option(
-            "--host",
-            "ADDRESS",
-            "Address to listen on; other than loopback needs --password. [default: 127.0.0.1]",
-            example="0.0.0.0",
-        ),
-    ] = None
-    port: Annotated[
-        int | None,
-        natural_option(
-            "--port",
-            "Port to listen on; 0: any that is free. [default: 7860]",
-            most=MAX_PORT,
-            example=7860,
-        ),
-    ] = None
-    password: Annotated[
-        str | None,
-        text_option(
-            "--password",
-            "WORD",
-            "Asked for when the page is opened. [default: TIGHTFIT_PASSWORD, or none]",
-            example="a-long-word",
-        ),
-    ] = None
-    system: System = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class CompareOptions(SamplingOptions, _CompareTarget):
-    """Open a web page with two models side by side.
-
-    A run alone is compared with its own base model. The page also has a chat with either
-    model, a planner and the runs that are here. It fetches nothing from other machines, and
-    only this machine can open it unless a host and a password are given.
-    """
-
-    engine: EngineName = None
-    device: Device = None
-    weights: Weights = None
-    context: Context = None
-    parallel: Parallel = None
-    threads: Threads = None
-    settings: TemplateSetting = None

@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
-from tightfit.api.options.training import TrainOptions
-from tightfit.clusters.rendezvous import Rendezvous, parse_endpoint, probe_is_here
+from tightfit.api.options.training import BenchOptions, TrainingOptions, TrainOptions
 from tightfit.core.errors import InvalidInputError, SetupError, UsageError, UserError
+from tightfit.core.strategy import MEMORY_VARIABLE
 from tightfit.core.text import shorten
-from tightfit.core.training import MEMORY_VARIABLE
 from tightfit.core.units import parse_bytes, parse_link_speed
 from tightfit.estimation.communication import UNSTATED_NETWORK
 from tightfit.hardware.resolve import resolve_hardware
 from tightfit.hardware.types import Cluster, NodeGroup
+
+if TYPE_CHECKING:
+    from tightfit.clusters.nodes import Rendezvous
 
 DEFAULT_CARD = "RTX-4090"
 """What an estimate is made against where no GPU is here and none was named."""
@@ -22,7 +25,7 @@ DEFAULT_CARD = "RTX-4090"
 
 def choose_cluster_or_card(on: str | None) -> tuple[Cluster, tuple[str, ...]]:
     """For an estimate, which is useful without any GPU: a common card, and a note that says so."""
-    found = _find_cluster(on)
+    found = find_cluster(on)
     if found is not None:
         return found, () if on else ("Estimated on this machine (--on was not given).",)
     cluster = resolve_hardware(DEFAULT_CARD)
@@ -30,19 +33,7 @@ def choose_cluster_or_card(on: str | None) -> tuple[Cluster, tuple[str, ...]]:
     return cluster, (f"No GPU is here and --on was not given: estimated on one {card}.",)
 
 
-def choose_cluster(on: str | None, *, command: str) -> Cluster:
-    """For a plan, which is made for hardware that exists."""
-    found = _find_cluster(on)
-    if found is None:
-        raise UsageError(
-            "No GPU is here, and --on was not given.",
-            remedy=f"{command} --on 4xV100-32GB    (--on cpu for this machine; --buy to be told "
-            "what to rent)",
-        )
-    return found
-
-
-def _find_cluster(on: str | None) -> Cluster | None:
+def find_cluster(on: str | None) -> Cluster | None:
     """What was named, else the GPUs of this machine. Its CPU is used only where it is asked for:
     who plans on a laptop mostly plans for another machine."""
     if on is not None:
@@ -58,7 +49,7 @@ def with_measured_rates(cluster: Cluster) -> Cluster:
     """This machine by what `tightfit calibrate` found; hardware that is only named as it is."""
     if cluster.source != "here":
         return cluster
-    from tightfit.runs.measured_rates import apply_calibrations
+    from tightfit.runs.store import apply_calibrations
 
     return apply_calibrations(cluster)
 
@@ -88,36 +79,41 @@ def note_network(cluster: Cluster, notes: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys((*notes, UNSTATED_NETWORK)))
 
 
-ELSEWHERE = ("slurm", "k8s", "kubernetes")
-
-
-def find_hardware(options: TrainOptions, on: str | None) -> Cluster:
+def find_hardware(
+    options: TrainingOptions | BenchOptions, on: str | None, *, verb: str = "train"
+) -> Cluster:
     """This machine, or the part of it that `--on` names; times the nodes of the job."""
+    from tightfit.clusters.schedulers import BACKENDS
+
     named = on or "here"
-    if named.partition(":")[0].strip().casefold() in ELSEWHERE:
+    scheduler = named.partition(":")[0].strip().casefold()
+    if scheduler in BACKENDS and scheduler != "here":
+        submit = f"tightfit submit {shorten(options.job)} --on {shorten(named)}    (as a job there)"
         raise UsageError(
-            f"`--on {shorten(named)}` is a cluster; `train` trains where it is started.",
-            remedy=f"tightfit submit {shorten(options.job)} --on {shorten(named)}    "
-            "(as a job there)",
+            f"`--on {shorten(named)}` is a cluster; `{verb}` runs where it is started.",
+            remedy=submit if verb == "train" else "--on here",
         )
-    cluster = state_network(with_measured_rates(resolve_hardware(named)), options.network)
+    cluster = with_measured_rates(resolve_hardware(named))
+    cluster = state_network(cluster, getattr(options, "network", None))
     if cluster.source != "here":
         _refuse_absent(cluster, named)
     limit = read_limit(options, os.environ)
+    num_nodes = getattr(options, "nodes", None) or 1
     groups = tuple(
-        _limited(group, limit).model_copy(update={"num_nodes": options.nodes})
+        _limited(group, limit).model_copy(update={"num_nodes": num_nodes})
         for group in cluster.groups
     )
     return cluster.model_copy(update={"groups": groups})
 
 
-def read_limit(options: TrainOptions, environ: Mapping[str, str]) -> int | None:
+def read_limit(options: object, environ: Mapping[str, str]) -> int | None:
     """Bytes per GPU, by the option or the variable."""
-    if options.memory_limit is None:
+    stated: str | None = getattr(options, "memory_limit", None)
+    if stated is None:
         text = environ.get(MEMORY_VARIABLE, "")
         return int(text) if text.isdecimal() and int(text) > 0 else None
     try:
-        limit = parse_bytes(options.memory_limit)
+        limit = parse_bytes(stated)
     except InvalidInputError as error:
         raise UsageError(error.problem, remedy="--memory-limit 20GiB") from error
     if limit < 1:
@@ -142,11 +138,13 @@ def limiting(limit_bytes: int | None) -> Iterator[None]:
 
 def read_rendezvous(options: TrainOptions) -> Rendezvous | None:
     """Where the nodes meet; None for one node."""
+    from tightfit.clusters.nodes import Rendezvous, parse_endpoint, probe_is_here
+
     if options.nodes == 1 and options.rendezvous is None:
         return None
     if options.rendezvous is None:
         raise UsageError(
-            f"`--nodes {options.nodes}` needs a place where the nodes meet.",
+            f"`--nodes {options.nodes}` needs an address where the nodes meet.",
             remedy=f"--nodes {options.nodes} --rendezvous FIRST-NODE:29500    (on every node)",
         )
     rank = options.node_rank
@@ -183,10 +181,10 @@ def _limited(group: NodeGroup, limit: int | None) -> NodeGroup:
 def _refuse_absent(cluster: Cluster, named: str) -> None:
     """Words name cards that must be here."""
     here = resolve_hardware("here")
-    held = {group.node.gpu.name: group.node.num_gpus for group in here.groups}
+    present = {group.node.gpu.name: group.node.num_gpus for group in here.groups}
     for group in cluster.groups:
-        if held.get(group.node.gpu.name, 0) < group.node.num_gpus:
-            found = ", ".join(f"{count} x {name}" for name, count in held.items())
+        if present.get(group.node.gpu.name, 0) < group.node.num_gpus:
+            found = ", ".join(f"{count} x {name}" for name, count in present.items())
             raise SetupError(
                 f"`--on {shorten(named)}` is not what this machine has ({found}).",
                 remedy="--on here    (tightfit plan takes any hardware)",

@@ -5,29 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tightfit.api.options.training import TrainOptions
-from tightfit.api.training.data import encode_for
+from tightfit.api.options.training import TrainingOptions
+from tightfit.api.plan import search_plans
 from tightfit.api.training.hardware import find_hardware
-from tightfit.api.training.recipe import PlanJob, RunRecipe, fixed_fields
-from tightfit.api.training.search import search_plans
+from tightfit.api.training.recipe import RunRecipe, make_request, report_reading
 from tightfit.api.training.tracing import trace_search
 from tightfit.core.errors import UsageError
-from tightfit.core.recipe import make_training
-from tightfit.core.settings import names_where
-from tightfit.core.strategy import Method
+from tightfit.core.progress import Progress
+from tightfit.core.recipe import Recipe, make_training
+from tightfit.core.settings import Method, names_where
+from tightfit.core.strategy import Training
 from tightfit.core.text import count_of
-from tightfit.data.encode import EncodedDataset
+from tightfit.data.encode import EncodedDataset, EncodeRequest, encode_dataset
 from tightfit.data.profile import profile_from_store
 from tightfit.hardware.types import Cluster
 from tightfit.models.resolve import resolve_model
 from tightfit.models.spec import ModelSpec
-from tightfit.planning.known_outcomes import KnownOutcome
 from tightfit.planning.plan import Plan
-from tightfit.planning.request import DEFAULT_EFFECTIVE_BATCH, JobRequest
-from tightfit.planning.search import NUM_PLANS, SearchResult
-
-SAME_TRAINING = names_where(changes_learning=True)
-"""Fields that decide what is learnt: they stay when a run goes on with other hardware."""
+from tightfit.planning.search import NUM_PLANS
 
 REPORTED_FINDINGS = ("empty-answer", "answer-cut-off", "truncated", "in-both")
 
@@ -39,14 +34,10 @@ class PlannedJob:
     plan: Plan
     encoded: EncodedDataset
 
-    def keep(self, plan: Plan) -> PlannedJob:
-        """The same data under a plan as it was."""
-        return replace(self, plan=plan)
-
 
 def plan_job(
     wanted: RunRecipe,
-    options: TrainOptions,
+    options: TrainingOptions,
     *,
     cluster: Cluster | None = None,
     cache: Path | None = None,
@@ -57,17 +48,23 @@ def plan_job(
     `cluster` is where a submitted job will run; None: what `--on` means here. `begun` is the
     plan of a run that goes on with other hardware: what it learns stays.
     """
-    from tightfit.runtime.model_files import locate_model
-
     recipe = wanted.recipe
-    folder = locate_model(recipe.model, needs_weights=not recipe.random_weights)
+    folder = _locate_model(recipe)
     if cluster is None:
         cluster = find_hardware(options, recipe.on)
     training = {
         method: make_training(recipe, method=method, model_path=folder)
         for method in (Method.FULL, Method.LORA)
     }
-    request = make_job_request(wanted, options, read_spec(recipe.model, folder), begun)
+    fixed = wanted.fixed_strategy()
+    if (options.nodes or 1) > 1:
+        fixed["num_nodes"] = options.nodes
+    if begun is not None:
+        kept = names_where(changes_learning=True)
+        fixed |= {name: getattr(begun.strategy, name) for name in kept}
+        fixed["seq_len"] = encoded_len(begun)
+        recipe = recipe.model_copy(update={"effective_batch": begun.effective_batch})
+    request = make_request(recipe, read_spec(recipe.model, folder), fixed)
     encoded = encode_for(
         training[Method.LORA],  # the data side is the same for every method
         model_folder=folder,
@@ -81,49 +78,28 @@ def plan_job(
         profile=profile_from_store(encoded.train),
         training=training,
     )
-    num_plans = max(NUM_PLANS, wanted.plan_number)
-    result = search_plans(
-        PlanJob(request=request, on=recipe.on, recipe=recipe),
-        cluster,
-        options,
-        num_plans=num_plans,
-        known=recall_outcomes(request.spec),
-    )
-    result = trace_search(result, asked=None, progress=options.progress).result
-    return PlannedJob(plan=_warn(_pick(result, wanted), encoded), encoded=encoded)
-
-
-def make_job_request(
-    wanted: RunRecipe, options: TrainOptions, spec: ModelSpec, begun: Plan | None = None
-) -> JobRequest:
-    """What is asked of the planner, before the data is known."""
-    recipe, fixed = wanted.recipe, fixed_fields(wanted)
-    batch = recipe.effective_batch or DEFAULT_EFFECTIVE_BATCH
-    if begun is not None:
-        fixed |= {name: getattr(begun.strategy, name) for name in SAME_TRAINING}
-        fixed["seq_len"] = encoded_len(begun)
-        batch = begun.effective_batch
-    if options.nodes > 1:
-        fixed["num_nodes"] = options.nodes
-    return JobRequest(
-        spec=spec,
-        method=recipe.method.value,
-        seq_len=fixed.pop("seq_len", None),
-        effective_batch=batch,
-        num_epochs=recipe.num_epochs,
-        max_steps=recipe.max_steps,
-        fixed=fixed,
+    number = wanted.plan_number
+    result = search_plans(request, recipe, cluster, options, num_plans=max(NUM_PLANS, number))
+    num_plans = len(result.plans)
+    if number > num_plans:
+        raise UsageError(
+            f"`--plan {number}`: there are only {num_plans} plans.", remedy=f"--plan {num_plans}"
+        )
+    chosen = replace(result, plans=result.plans[number - 1 :])
+    traced = trace_search(chosen, num_traced=1, progress=options.progress)
+    plan = traced.result.plans[0]
+    learnt = _make_training(recipe, plan, folder)  # by the optimizer that the search chose
+    return PlannedJob(
+        plan=_warn(plan.model_copy(update={"training": learnt}), encoded), encoded=encoded
     )
 
 
 def reuse_plan(
-    saved: Plan, wanted: RunRecipe, options: TrainOptions, *, cache: Path | None = None
+    saved: Plan, wanted: RunRecipe, options: TrainingOptions, *, cache: Path | None = None
 ) -> PlannedJob:
     """A saved plan as it is, with the data and the learning side that were asked for."""
-    from tightfit.runtime.model_files import locate_model
-
-    folder = locate_model(wanted.recipe.model, needs_weights=not wanted.recipe.random_weights)
-    training = make_training(wanted.recipe, method=saved.strategy.method, model_path=folder)
+    folder = _locate_model(wanted.recipe)
+    training = _make_training(wanted.recipe, saved, folder)
     encoded = encode_for(
         training,
         model_folder=folder,
@@ -134,6 +110,43 @@ def reuse_plan(
     profile = profile_from_store(encoded.train)
     update = {"training": training, "data": profile, "num_epochs": wanted.recipe.num_epochs}
     return PlannedJob(plan=_warn(saved.model_copy(update=update), encoded), encoded=encoded)
+
+
+def _make_training(recipe: Recipe, plan: Plan, folder: Path) -> Training:
+    chosen = plan.strategy
+    return make_training(
+        recipe, method=chosen.method, optimizer=chosen.optimizer, model_path=folder
+    )
+
+
+def encode_for(
+    training: Training,
+    *,
+    model_folder: Path,
+    seq_len: int,
+    cache: Path | None = None,
+    skip_invalid: bool = False,
+    progress: Progress | None = None,
+) -> EncodedDataset:
+    """Encode the data as a run reads it, or find it encoded."""
+    request = EncodeRequest(
+        sources=training.data,
+        model_folder=model_folder,
+        template=training.template,
+        train_on=training.train_on,
+        seq_len=seq_len,
+        eval_fraction=training.eval_fraction,
+        seed=training.seed,
+        cache=cache,
+        skip_invalid=skip_invalid,
+    )
+    return encode_dataset(request, progress=report_reading(progress, "encoding data"))
+
+
+def _locate_model(recipe: Recipe) -> Path:
+    from tightfit.runtime.model_files import locate_model
+
+    return locate_model(recipe.model, needs_weights=not recipe.random_weights)
 
 
 def _warn(plan: Plan, encoded: EncodedDataset) -> Plan:
@@ -155,31 +168,3 @@ def read_spec(name: str, folder: Path) -> ModelSpec:
     """The architecture of the files that are trained, under the name that the user knows."""
     spec = resolve_model(str(folder))
     return spec.model_copy(update={"name": resolve_model(name).name})
-
-
-def recall_outcomes(spec: ModelSpec) -> list[KnownOutcome]:
-    """Outcomes of earlier runs of this model that bear on planning."""
-    from tightfit.runs.store import read_outcomes
-
-    return [
-        KnownOutcome(
-            model_name=outcome.model_name,
-            gpu_name=outcome.gpu_name,
-            strategy=outcome.strategy,
-            status="finished" if outcome.status.value == "finished" else "out-of-memory",
-            peak_bytes=outcome.measured_peak_bytes,
-            date=outcome.date,
-        )
-        for outcome in read_outcomes(model=spec.name)
-        if outcome.status.value in ("finished", "out-of-memory")
-    ]
-
-
-def _pick(result: SearchResult, wanted: RunRecipe) -> Plan:
-    number = wanted.plan_number
-    if number > len(result.plans):
-        raise UsageError(
-            f"`--plan {number}`: there are only {len(result.plans)} plans.",
-            remedy=f"--plan {len(result.plans)}",
-        )
-    return result.plans[number - 1]

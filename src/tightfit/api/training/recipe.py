@@ -1,56 +1,60 @@
-"""A training job as asked for: a recipe, a model or a saved plan, with options on top."""
+"""A training job as asked for: a recipe, a model, a saved plan or a run, with options on top."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+import shlex
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import Field, ValidationError
 
-from tightfit.api.options import choices
-from tightfit.api.options.choices import read_word
-from tightfit.api.options.training import PlanOptions, TrainOptions
-from tightfit.api.training.data import profile_sources
-from tightfit.api.training.settings import read_settings, refuse_twice, show_value
+from tightfit.api.options.training import JobOptions, PlanOptions, TrainingOptions
+from tightfit.api.training.settings import (
+    list_plan_options,
+    read_settings,
+    refuse_twice,
+    show_value,
+)
 from tightfit.core.errors import InvalidInputError, UsageError
 from tightfit.core.frozen import Frozen
-from tightfit.core.recipe import Recipe, RecipeMethod, read_recipe
+from tightfit.core.options import list_given, read_word
+from tightfit.core.profiles import DataProfile
+from tightfit.core.progress import Progress
+from tightfit.core.recipe import Recipe, read_recipe
+from tightfit.core.settings import RecipeMethod, TrainOn
+from tightfit.core.strategy import DataSource
 from tightfit.core.text import shorten
-from tightfit.core.training import DataSource
+from tightfit.core.trackers import TRACKERS
+from tightfit.core.trainers import TrainerVersion, find_trainer
 from tightfit.models.resolve import resolve_model
+from tightfit.models.spec import ModelSpec
 from tightfit.planning.plan import Plan
-from tightfit.planning.request import JobRequest
+from tightfit.planning.request import DEFAULT_EFFECTIVE_BATCH, JobRequest
 from tightfit.planning.search import SearchResult
 
+if TYPE_CHECKING:
+    from tightfit.data.readers import ReadProgress
+    from tightfit.runs.run_folder import RunFolder
+
 RECIPE_ENDINGS = (".yaml", ".yml")
+MOST_HELD_BACK = 0.5
+_OVERLAID = {
+    name: name
+    for name in ("method", "seq_len", "epochs", "max_steps", "effective_batch", "template", "seed")
+} | {"lr": "learning_rate", "on": "on", "output": "output", "train_on": "train_on"}
+"""Options that are a key of the recipe, and the key."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanJob:
-    """A request, and the hardware that was named with it."""
-
-    request: JobRequest
-    on: str | None
-    recipe: Recipe
-    """What was asked, options and file together."""
-
-
-def read_plan_job(options: PlanOptions) -> PlanJob:
-    """The recipe where one is named, else a bare model; options win over the recipe."""
-    settings = read_settings(options.settings)
-    refuse_twice(settings, {"method": options.method, "seq_len": options.seq_len})
-    recipe = apply_options(read_base_recipe(options.job), options)
+def read_plan_job(options: PlanOptions) -> tuple[Recipe, JobRequest]:
+    """The recipe where one is named, else a bare model, and what it asks of the planner."""
+    recipe, settings = _read_asked(options)
     fixed = recipe.fixed_strategy() | settings
-    refuse_plain_qlora(recipe, fixed)
-    stated: dict[str, Any] = {"seq_len": fixed.pop("seq_len", None)}
-    if recipe.effective_batch is not None:
-        stated["effective_batch"] = recipe.effective_batch
-    request = JobRequest(
-        spec=resolve_model(recipe.model), method=recipe.method.value, fixed=fixed, **stated
-    )
-    sources = tuple(source for source in recipe.data if source.split == "train")
+    trainer = find_trainer(options.trainer) if options.trainer else None
+    request = make_request(recipe, resolve_model(recipe.model), fixed, trainer=trainer)
+    sources = training_sources(recipe)
     if sources:
         profile = profile_sources(
             sources,
@@ -59,8 +63,76 @@ def read_plan_job(options: PlanOptions) -> PlanJob:
             progress=options.progress,
         )
         request = replace(request, profile=profile)
-    request = replace(request, num_epochs=recipe.num_epochs, max_steps=recipe.max_steps)
-    return PlanJob(request=request, on=options.on or recipe.on, recipe=recipe)
+    return recipe, request
+
+
+def make_request(
+    recipe: Recipe,
+    spec: ModelSpec,
+    fixed: dict[str, Any],
+    *,
+    trainer: TrainerVersion | None = None,
+) -> JobRequest:
+    """What is asked of the planner, before the data is known; `fixed` is what is not searched."""
+    return JobRequest(
+        spec=spec,
+        method=recipe.method.value,
+        seq_len=fixed.get("seq_len"),
+        effective_batch=recipe.effective_batch or DEFAULT_EFFECTIVE_BATCH,
+        num_epochs=recipe.num_epochs,
+        max_steps=recipe.max_steps,
+        fixed={name: value for name, value in fixed.items() if name != "seq_len"},
+        trainer=trainer,
+    )
+
+
+_PROFILES: dict[Any, DataProfile] = {}
+"""Of this process: a page that plans while one types asks for the same one again and again."""
+MOST_PROFILES = 16
+
+
+def profile_sources(
+    sources: tuple[DataSource, ...], *, seq_len: int, model: str, progress: Progress | None = None
+) -> DataProfile:
+    """The data's length distribution, from its files."""
+    from tightfit.data.profile import profile_dataset
+    from tightfit.data.sources import open_source
+
+    stats = [path.stat() for source in sources for path in open_source(source).files]
+    changes = tuple((read.st_mtime_ns, read.st_size, read.st_ino) for read in stats)
+    key = (sources, seq_len, model, changes)
+    if key not in _PROFILES:
+        reading = report_reading(progress, "reading data")
+        profile = profile_dataset(sources, seq_len=seq_len, model=model, progress=reading)
+        while len(_PROFILES) >= MOST_PROFILES:
+            del _PROFILES[next(iter(_PROFILES))]
+        _PROFILES[key] = profile
+    return _PROFILES[key]
+
+
+def report_reading(progress: Progress | None, what: str) -> Callable[[ReadProgress], None] | None:
+    """Progress in bytes, as `data/` reports it."""
+    if progress is None:
+        return None
+    return lambda state: progress(what, state.num_bytes, state.total_bytes)
+
+
+def training_sources(recipe: Recipe) -> tuple[DataSource, ...]:
+    return tuple(source for source in recipe.data if source.split == "train")
+
+
+def _read_asked(options: JobOptions) -> tuple[Recipe, dict[str, Any]]:
+    """The recipe with the options on top, and the fields that `--set` fixes."""
+    settings = read_settings(options.settings)
+    refuse_twice(settings, {"method": options.method, "seq_len": options.seq_len})
+    recipe = lay_over(read_base_recipe(options.job), options)
+    weights = (recipe.fixed_strategy() | settings).get("weights")
+    if recipe.method is RecipeMethod.QLORA and weights is not None and not weights.is_quantized:
+        raise UsageError(
+            f"`--method qlora` trains over quantized weights, not {weights.value}.",
+            remedy=f"--method lora --set weights={weights.value}",
+        )
+    return recipe, settings
 
 
 def read_base_recipe(name: str) -> Recipe:
@@ -70,191 +142,44 @@ def read_base_recipe(name: str) -> Recipe:
     return Recipe(model="unnamed").model_copy(update={"model": name})
 
 
-def apply_options(recipe: Recipe, options: PlanOptions) -> Recipe:
-    update: dict[str, Any] = {}
-    if options.method is not None:
-        word = choices.read_word(options.method, choices.PLAN_METHODS, option="--method")
-        update["method"] = RecipeMethod(word)
-    if options.seq_len is not None:
-        update["seq_len"] = options.seq_len
-    if options.epochs is not None:
-        update |= {"epochs": options.epochs, "max_steps": None}
-    if options.effective_batch is not None:
-        update["effective_batch"] = options.effective_batch
-    if options.data is not None:
-        held_out = tuple(source for source in recipe.data if source.split == "eval")
-        named = DataSource(path="unnamed").model_copy(update={"path": str(options.data)})
-        update["data"] = (named, *held_out)
-    return recipe.model_copy(update=update)
-
-
-def refuse_plain_qlora(recipe: Recipe, fixed: dict[str, Any]) -> None:
-    weights = fixed.get("weights")
-    if recipe.method is RecipeMethod.QLORA and weights is not None and not weights.is_quantized:
-        raise UsageError(
-            f"`--method qlora` trains over quantized weights, not {weights.value}.",
-            remedy=f"--method lora --set weights={weights.value}",
-        )
-
-
-# A saved plan given as the job: read back and shown, not searched again.
-
-_PLAN_KEYS = {"strategy", "estimate", "hardware", "model"}
-MAX_FILE_BYTES = 64 * 2**20
-
-
-def read_saved_plans(name: str) -> SearchResult | None:
-    """What `--save` or `plan --json` wrote; None where the name is no such file."""
-    path = Path(name).expanduser() if name.lower().endswith(".json") else None
-    document = None if path is None else _read_json(path)
-    if not isinstance(document, dict):
-        return None
-    held = document.get("plans", [document])
-    if not isinstance(held, list) or not held or not all(map(_is_plan, held)):
-        return None
-    try:
-        plans = tuple(Plan.model_validate_json(json.dumps(plan)) for plan in held)
-    except ValidationError as error:
-        maker = held[0].get("tightfit_version", "another version")
-        raise InvalidInputError(
-            f"{name} is a plan that this version cannot read (written by tightfit {maker}).",
-            remedy="plan the model again: tightfit plan MODEL --on HARDWARE --save plan.json",
-        ) from error
-    return SearchResult(plans=plans, excluded=(), num_considered=0, shortfall=None)
-
-
-def refuse_new_options(options: PlanOptions, plan: Plan) -> None:
-    """Options that would ask for another plan than the saved one."""
-    given = {
-        "--on": options.on,
-        "--network": options.network,
-        "--seq-len": options.seq_len,
-        "--data": options.data,
-        "--method": options.method,
-        "--epochs": options.epochs,
-        "--effective-batch": options.effective_batch,
-        "--set": options.settings or None,
-        "--explain": options.explain or None,
+def lay_over(recipe: Recipe, options: object) -> Recipe:
+    """The recipe with the options that were given on top; each verb has some of them."""
+    update: dict[str, Any] = {
+        key: value
+        for name, key in _OVERLAID.items()
+        if (value := getattr(options, name, None)) is not None
     }
-    option = next((name for name, value in given.items() if value is not None), None)
-    if option is not None:
-        raise saved_plan_error(options.job, plan, option)
-
-
-def saved_plan_error(job: str, plan: Plan, option: str) -> UsageError:
-    return UsageError(
-        f"{job} is a saved plan, which {option} cannot change.",
-        remedy=f"tightfit plan {plan.model.name} with the same options    (plans it anew)",
-    )
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        if not path.is_file() or path.stat().st_size > MAX_FILE_BYTES:
-            return None
-        return json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return None  # whoever reads it as a model says what is wrong with it
-
-
-def _is_plan(document: Any) -> bool:
-    return isinstance(document, dict) and document.keys() >= _PLAN_KEYS
-
-
-# What `train` is asked: a recipe with the options laid over it, kept beside the run.
-
-TRACKERS = ("tensorboard", "wandb", "mlflow", "none")
-MOST_HELD_BACK = 0.5
-_NOT_LEARNT = {"output", "on"}
-"""Where a run happens and lies does not make it another one."""
-
-
-class RunRecipe(Frozen):
-    """Everything that decides what a run learns; `recipe.json` in its folder."""
-
-    recipe: Recipe
-    settings: dict[str, str] = Field(default_factory=dict)
-    """Of `--set`, as typed."""
-    plan_number: int = 1
-
-    def is_same(self, other: RunRecipe) -> bool:
-        """Whether both ask for the same training, wherever."""
-        return self._essence() == other._essence()
-
-    def _essence(self) -> dict[str, Any]:
-        return self.model_dump(exclude={"recipe": _NOT_LEARNT})
-
-    def list_differences(self, other: RunRecipe) -> list[str]:
-        """The recipe's keys in which both differ, and `--set` or `--plan`."""
-        mine, theirs = self._essence(), other._essence()
-        found = [key for key, value in mine["recipe"].items() if theirs["recipe"][key] != value]
-        found += ["--set"] if mine["settings"] != theirs["settings"] else []
-        return found + (["--plan"] if mine["plan_number"] != theirs["plan_number"] else [])
-
-
-def read_run_recipe(options: TrainOptions, *, needs_data: bool = True) -> RunRecipe:
-    """The recipe where one is named, else a bare model; options win over the recipe."""
-    settings = read_settings(options.settings)
-    refuse_twice(settings, {"method": options.method, "seq_len": options.seq_len})
-    recipe = apply_options(read_base_recipe(options.job), _as_plan_flags(options))
-    recipe = recipe.model_copy(update=read_overlay(recipe, options))
-    recipe = recipe.model_copy(
-        update={
-            "model": _make_model_absolute(recipe.model),
-            "data": tuple(map(make_absolute, recipe.data)),
-        }
-    )
-    refuse_plain_qlora(recipe, recipe.fixed_strategy() | settings)
-    check_recipe(recipe, needs_data=needs_data)
-    shown = {name: show_value(value) for name, value in settings.items()}
-    return RunRecipe(recipe=recipe, settings=shown, plan_number=options.plan)
-
-
-def fixed_fields(wanted: RunRecipe) -> dict[str, Any]:
-    """Strategy fields that recipe and `--set` have decided."""
-    settings = read_settings([f"{name}={value}" for name, value in wanted.settings.items()])
-    return wanted.recipe.fixed_strategy() | settings
-
-
-def _as_plan_flags(options: TrainOptions) -> PlanOptions:
-    return PlanOptions(
-        job=options.job,
-        method=options.method,
-        seq_len=options.seq_len,
-        epochs=options.epochs,
-        effective_batch=options.effective_batch,
-        data=options.data,
-    )
-
-
-def read_overlay(recipe: Recipe, options: TrainOptions) -> dict[str, Any]:
-    if options.epochs is not None and options.max_steps is not None:
+    if "method" in update:
+        update["method"] = RecipeMethod(update["method"])
+    if "train_on" in update:
+        update["train_on"] = TrainOn(update["train_on"])
+    if "output" in update:
+        update["output"] = str(update["output"])
+    if "epochs" in update and "max_steps" in update:
         raise UsageError(
             "--epochs and --max-steps both say how long to train.",
-            remedy=f"keep one: --max-steps {options.max_steps}",
+            remedy=f"keep one: --max-steps {update['max_steps']}",
         )
-    update: dict[str, Any] = {}
-    if options.max_steps is not None:
-        update |= {"max_steps": options.max_steps, "epochs": None}
-    if options.lr is not None:
-        update["learning_rate"] = options.lr
-    if options.output is not None:
-        update["output"] = str(options.output)
-    if options.template is not None:
-        update["template"] = options.template
-    if options.seed is not None:
-        update["seed"] = _read_seed(options.seed)
-    if options.log_to is not None:
-        update["log_to"] = _read_trackers(options.log_to)
-    if options.on is not None:
-        update["on"] = options.on
-    return update | _read_eval(recipe, options.eval)
+    if "epochs" in update or "max_steps" in update:
+        update = {"epochs": None, "max_steps": None} | update
+    trackers = getattr(options, "log_to", None)
+    if trackers is not None:
+        words = [
+            read_word(word, (*TRACKERS, "none"), option="--log-to") for word in trackers.split(",")
+        ]
+        update["log_to"] = tuple(dict.fromkeys(word for word in words if word != "none"))
+    data = getattr(options, "data", None)
+    if isinstance(data, Path):
+        held_out = tuple(source for source in recipe.data if source.split == "eval")
+        named = DataSource(path="unnamed").model_copy(update={"path": str(data)})
+        recipe = recipe.model_copy(update={"data": (named, *held_out)})
+    return recipe.model_copy(update=update | read_eval(recipe, getattr(options, "eval", None)))
 
 
-def _read_eval(recipe: Recipe, text: str | None) -> dict[str, Any]:
+def read_eval(recipe: Recipe, text: str | None) -> dict[str, Any]:
     if text is None:
         return {}
-    trained = tuple(source for source in recipe.data if source.split == "train")
+    trained = training_sources(recipe)
     try:
         share = float(text.rstrip("%")) / (100 if text.endswith("%") else 1)
     except ValueError:
@@ -268,40 +193,208 @@ def _read_eval(recipe: Recipe, text: str | None) -> dict[str, Any]:
     return {"data": trained, "eval_fraction": share}
 
 
-def _read_seed(text: str) -> int:
-    if not text.strip().isdecimal() or int(text) >= 2**32:
-        raise UsageError(
-            f"`--seed {shorten(text)}` is not a whole number from 0 to {2**32 - 1:,}.",
-            remedy="--seed 17",
-        )
-    return int(text)
-
-
-def _read_trackers(text: str) -> tuple[str, ...]:
-    words = [read_word(word, TRACKERS, option="--log-to") for word in text.split(",")]
-    return tuple(dict.fromkeys(word for word in words if word != "none"))
-
-
-def make_absolute(source: DataSource) -> DataSource:
-    """A run can be gone on with from another folder."""
-    path = Path(source.path)
-    if source.path.startswith("~"):
-        return source
-    return source.model_copy(update={"path": str(path.absolute())})
-
-
-def _make_model_absolute(model: str) -> str:
-    """A folder or file that is here; a name in the catalogue or cache stays as it is."""
-    path = Path(model)
-    return str(path.absolute()) if path.exists() else model
+def make_absolute(recipe: Recipe) -> Recipe:
+    """With absolute paths: a run can be gone on with from another folder."""
+    data = tuple(
+        source
+        if source.path.startswith("~")
+        else source.model_copy(update={"path": str(Path(source.path).absolute())})
+        for source in recipe.data
+    )
+    # A folder or file that is here; a name in the catalogue or cache stays as it is.
+    model = Path(recipe.model)
+    name = str(model.absolute()) if model.exists() else recipe.model
+    return recipe.model_copy(update={"model": name, "data": data})
 
 
 def check_recipe(recipe: Recipe, *, needs_data: bool = True) -> None:
-    """The recipe's own rules, which a flag may have broken."""
-    if needs_data and not any(source.split == "train" for source in recipe.data):
+    """The recipe's own rules, which an option may have broken."""
+    if needs_data and not training_sources(recipe):
         raise UsageError("No data to train on was named.", remedy="--data train.jsonl")
     try:
         Recipe.model_validate(recipe.model_dump())
     except ValidationError as error:
         message = error.errors()[0]["msg"].removeprefix("Value error, ")
         raise UsageError(f"{message}.", remedy="tightfit train --help") from error
+
+
+# A saved plan given as the job: read back, not searched again.
+
+_PLAN_KEYS = {"strategy", "estimate", "hardware", "model"}
+MAX_FILE_BYTES = 64 * 2**20
+
+
+def read_saved_plans(name: str) -> SearchResult | None:
+    """What `--save` or `plan --json` wrote; None where the name is no such file."""
+    document = _read_json(Path(name).expanduser()) if name.lower().endswith(".json") else None
+    if not isinstance(document, dict):
+        return None
+    written = document.get("plans", [document])
+    if not isinstance(written, list) or not written:
+        return None
+    if not all(isinstance(plan, dict) and plan.keys() >= _PLAN_KEYS for plan in written):
+        return None
+    try:
+        plans = tuple(Plan.model_validate_json(json.dumps(plan)) for plan in written)
+    except ValidationError as error:
+        maker = written[0].get("tightfit_version", "another version")
+        raise InvalidInputError(
+            f"{name} is a plan that this version cannot read (written by tightfit {maker}).",
+            remedy="plan the model again: tightfit plan MODEL --on HARDWARE --save plan.json",
+        ) from error
+    return SearchResult(plans=plans, excluded=(), num_considered=0, shortfall=None)
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        if not path.is_file() or path.stat().st_size > MAX_FILE_BYTES:
+            return None
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None  # whoever reads it as a model says what is wrong with it
+
+
+def pick_saved_plan(options: TrainingOptions) -> Plan | None:
+    """The plan that `--plan` takes of a saved file; None where the job is no such file."""
+    saved = read_saved_plans(options.job)
+    if saved is None:
+        return None
+    if options.plan > len(saved.plans):
+        raise UsageError(
+            f"`--plan {options.plan}`: {options.job} holds {len(saved.plans)} plans.",
+            remedy=f"--plan {len(saved.plans)}",
+        )
+    plan = saved.plans[options.plan - 1]
+    refuse_other_trainer(plan, options.job)
+    return plan
+
+
+def refuse_other_trainer(plan: Plan, job: str) -> None:
+    """A plan made with `--trainer` is for that trainer to run: ours holds and does other things."""
+    if plan.strategy.trainer:
+        other = find_trainer(plan.strategy.trainer)
+        raise UsageError(
+            f"{job} is a plan for {other.title}, which tightfit does not run.",
+            remedy=f"{repeat_saved_plan(plan)} --save ours.json    (plans it for tightfit)",
+        )
+
+
+def repeat_saved_plan(plan: Plan) -> str:
+    """`tightfit plan` of a saved plan's model, data, hardware and method, to be continued."""
+    model, data, hardware = plan.model, plan.data, plan.hardware
+    here = "cpu" if hardware.node.gpu.is_cpu else "here"
+    words = ["tightfit", "plan", model.source if Path(model.source).exists() else model.name]
+    if data is not None and Path(data.source).exists():
+        words += ["--data", data.source]
+    if hardware.source in ("here", "words"):  # else the name is one of a cluster's own groups
+        words += ["--on", hardware.group if hardware.source == "words" else here]
+    return shlex.join([*words, *list_plan_options(plan.strategy)[:2]])
+
+
+def refuse_given(options: JobOptions, names: Iterable[str], *, what: str, remedy: str) -> None:
+    """Refuse the first of these options that was given: it would change what the job holds."""
+    option = next(iter(list_given(options, names)), None)
+    if option is not None:
+        raise UsageError(f"{options.job} {what}, which {option} cannot change.", remedy=remedy)
+
+
+# What `train` is asked: a recipe with the options laid over it, kept beside the run.
+
+
+class RunRecipe(Frozen):
+    """Everything that decides what a run learns; `recipe.json` in its folder."""
+
+    recipe: Recipe
+    settings: dict[str, str] = Field(default_factory=dict)
+    """Of `--set`, as typed."""
+    plan_number: int = 1
+
+    def is_same(self, other: RunRecipe) -> bool:
+        """Whether both ask for the same training, wherever."""
+        return not self.list_differences(other)
+
+    def list_differences(self, other: RunRecipe) -> list[str]:
+        """The recipe's keys in which both differ, and `--set` or `--plan`."""
+        found = [
+            key
+            for key in Recipe.model_fields
+            # Where a run happens and lies does not make it another one.
+            if key not in ("output", "on")
+            and getattr(self.recipe, key) != getattr(other.recipe, key)
+        ]
+        found += ["--set"] if self.settings != other.settings else []
+        return found + (["--plan"] if self.plan_number != other.plan_number else [])
+
+    def fixed_strategy(self) -> dict[str, Any]:
+        """Strategy fields that recipe and `--set` have decided."""
+        typed = [f"{name}={value}" for name, value in self.settings.items()]
+        return self.recipe.fixed_strategy() | read_settings(typed)
+
+
+def read_run_recipe(options: JobOptions, *, needs_data: bool = True) -> RunRecipe:
+    """The recipe where one is named, else a bare model; options win over the recipe."""
+    recipe, settings = _read_asked(options)
+    recipe = make_absolute(recipe)
+    check_recipe(recipe, needs_data=needs_data)
+    shown = {name: show_value(value) for name, value in settings.items()}
+    return RunRecipe(recipe=recipe, settings=shown, plan_number=getattr(options, "plan", 1))
+
+
+RUN_RECIPE_FILE = "recipe.json"
+
+
+def read_run_recipe_file(folder: Path) -> RunRecipe | None:
+    try:
+        return RunRecipe.model_validate_json((folder / RUN_RECIPE_FILE).read_bytes())
+    except (OSError, ValidationError):
+        return None
+
+
+def read_training_job(options: TrainingOptions) -> tuple[RunRecipe, Plan | None]:
+    """What `train` and `submit` are asked, and the plan where a saved one was named."""
+    from tightfit.runs.report import find_run  # loads far more than `plan` needs
+
+    run = find_run(options.job)
+    if run is not None:
+        return _recipe_of_run(run, options), None
+    plan = pick_saved_plan(options)
+    if plan is None:
+        return read_run_recipe(options), None
+    refuse_given(
+        options,
+        ("method", "seq_len", "settings", "on", "effective_batch"),
+        what="is a saved plan",
+        remedy=f"tightfit train {plan.model.name} with the same options    (plans it anew)",
+    )
+    # Data and learning side may be given beside the plan.
+    planned, data = plan.training, options.data
+    if data is None and planned is not None and planned.data:
+        data = Path(planned.data[0].path)
+    name = plan.model.name if planned is None else planned.model_path
+    return read_run_recipe(replace(options, job=name, data=data, plan=1)), plan
+
+
+def _recipe_of_run(run: RunFolder, options: TrainingOptions) -> RunRecipe:
+    """A run goes on as it was; only where it runs may change."""
+    refuse_changes(options)
+    wanted = read_run_recipe_file(run.path)
+    if wanted is None:
+        raise UsageError(
+            f"{options.job} does not hold the recipe it was started with.",
+            remedy="start it with the command that began it",
+        )
+    update = {"output": str(run.path), "on": options.on or wanted.recipe.on}
+    return wanted.model_copy(update={"recipe": wanted.recipe.model_copy(update=update)})
+
+
+def refuse_changes(options: TrainingOptions, *more: str) -> None:
+    """Options that would make another run of it."""
+    refuse_given(
+        options,
+        (
+            *("data", "eval", "method", "seq_len", "epochs", "max_steps", "lr", "effective_batch"),
+            *("template", "seed", "settings", "output", "log_to", *more),
+        ),
+        what="is a run",
+        remedy=f"tightfit train {options.job}    (goes on with it as it is)",
+    )

@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import fields
 from enum import Enum
 from typing import Any
 
 from pydantic import ValidationError
 
-from tightfit.api.options.training import BenchOptions, PlanOptions, TrainOptions
+from tightfit.api.options.training import JobOptions, TrainingOptions
 from tightfit.core.errors import UsageError
-from tightfit.core.settings import RENAMED_SETTINGS, names_where
-from tightfit.core.strategy import Method, Strategy
-from tightfit.core.suggest import did_you_mean, nearest
-from tightfit.core.text import sanitize, shorten
+from tightfit.core.options import list_given, repeat_options
+from tightfit.core.recipe import Recipe
+from tightfit.core.settings import RENAMED_SETTINGS, Method, names_where
+from tightfit.core.strategy import Strategy
+from tightfit.core.text import did_you_mean, nearest, sanitize, shorten
 from tightfit.core.validation import describe_validation_errors
-from tightfit.planning.request import name_method
+from tightfit.planning.describe import name_method
 
 _TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
-FIELDS = tuple(name for name in Strategy.model_fields if name != "quirks")
-"""What can be set; quirks belong to other people's jobs."""
+FIELDS = tuple(name for name in Strategy.model_fields if name not in ("trainer", "quirks"))
+"""What can be set; the trainer is an option of its own."""
 
 
 def read_settings(texts: Iterable[str] | None) -> dict[str, Any]:
@@ -58,6 +60,15 @@ def refuse_twice(settings: Mapping[str, Any], given: Mapping[str, object]) -> No
         )
 
 
+def refuse_trace(trainer: str | None, *, is_traced: bool) -> None:
+    """A trace runs tightfit's own step."""
+    if trainer and is_traced:
+        raise UsageError(
+            f"`--trace` runs tightfit's own step, and `--trainer {shorten(trainer)}` runs another.",
+            remedy=f"--trainer {shorten(trainer)}    (without --trace: by formula)",
+        )
+
+
 def show_value(value: Any) -> str:
     """A field's value as `--set` takes it, whole: it is read back."""
     if isinstance(value, Enum):
@@ -85,6 +96,15 @@ def _split(text: str) -> tuple[str, str]:
         raise UsageError(
             f"The setting `{name}` is now called `{new}`.",
             remedy=f"--set {new}={shorten(value.strip())}",
+        )
+    if name in Recipe.model_fields and name not in FIELDS:
+        has_option = name in {field.name for field in fields(TrainingOptions)}
+        option, given = f"--{name.replace('_', '-')}", shorten(value.strip())
+        raise UsageError(
+            f"`{name}` is a key of a recipe, not a field of a strategy.",
+            remedy=f"{option} {given}"
+            if has_option
+            else f"write `{name}: {given}` into a recipe    (tightfit train recipe.yaml)",
         )
     if name not in FIELDS:
         near = nearest(name, FIELDS)
@@ -135,26 +155,14 @@ def _example(name: str) -> str:
 # A command line again, as part of a remedy.
 
 
-def list_given(pairs: Iterable[tuple[str, object]]) -> list[str]:
-    """The words of those options that have a value."""
-    given = [(option, str(value)) for option, value in pairs if value is not None]
-    return [word for pair in given for word in pair]
-
-
-def repeat_plan(options: PlanOptions | TrainOptions, *, without: Collection[str] = ()) -> str:
+def repeat_plan(options: JobOptions, *, without: Collection[str] = ()) -> str:
     """`tightfit plan` of the job that was asked for, less its hardware, to be continued.
 
     `without` are settings to leave out, as they were typed.
     """
-    settings = [setting for setting in options.settings or () if setting not in without]
-    pairs = (
-        ("--method", options.method),
-        ("--seq-len", options.seq_len),
-        ("--data", options.data),
-        ("--effective-batch", options.effective_batch),
-        *(("--set", setting) for setting in settings),
-    )
-    return shlex.join(["tightfit", "plan", options.job, *list_given(pairs)])
+    given = list_given(options, ("method", "seq_len", "data", "effective_batch", "trainer"))
+    given["--set"] = [text for text in options.settings or () if text not in without]
+    return shlex.join(["tightfit", "plan", options.job, *repeat_options(given)])
 
 
 # The words that make the planner come to one plan alone.
@@ -175,25 +183,3 @@ def list_plan_options(strategy: Strategy) -> tuple[str, ...]:
             continue
         words += ["--set", f"{field}={show_value(value)}"]
     return tuple(words)
-
-
-def repeat_bench(options: BenchOptions) -> str:
-    """The command again as far as it names the job, to be continued with a plan's words."""
-    pairs = (
-        ("--data", options.data),
-        ("--on", options.on),
-        ("--seq-len", options.seq_len),
-        ("--effective-batch", options.effective_batch),
-        ("--template", options.template),
-        ("--memory-limit", options.memory_limit),
-    )
-    words = ["tightfit", "bench", options.job, *list_given(pairs)]
-    for option, is_given in (
-        ("--random-weights", options.random_weights),
-        ("--synthetic", options.synthetic),
-    ):
-        words += [option] if is_given else []
-    for field, value in read_settings(options.settings).items():
-        if field in NOT_SEARCHED and field != "method":
-            words += ["--set", f"{field}={show_value(value)}"]
-    return shlex.join(words)

@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from tightfit.core.data_profile import DataProfile
 from tightfit.core.errors import DoesNotFitError, SetupError, UsageError
 from tightfit.core.packages import TRACING, require_packages
+from tightfit.core.profiles import DataProfile
 from tightfit.core.progress import Progress
 from tightfit.core.text import count_of, sanitize
 from tightfit.estimation.host_and_disk import PROCESS_BYTES, estimate_loading_bytes_by_rank
-from tightfit.estimation.result import Estimate, GpuMemory, StepTime
+from tightfit.estimation.result import TRACED, Estimate, GpuMemory, StepTime
 from tightfit.hardware.types import Node
 from tightfit.models.catalogue import read_source_config
 from tightfit.models.spec import ModelSpec
@@ -23,17 +23,14 @@ from tightfit.planning.advice import Advice, judge_alternatives, list_alternativ
 from tightfit.planning.rules import Case
 from tightfit.planning.search import SearchResult
 from tightfit.planning.traced import (
-    TRACED,
     TracedSearch,
-    TraceOutcome,
     TraceRequest,
     apply_trace,
     find_document_len,
     trace_plans,
     with_traced_time,
 )
-from tightfit.trace.operations import OperationLog
-from tightfit.trace.result import TracedMemory, TracedTime
+from tightfit.trace.result import OperationLog, TracedMemory, TracedTime
 from tightfit.trace.traced_time import estimate_traced_time
 from tightfit.trace.tracer import Tracer, TraceResponse, has_torch
 from tightfit.training.tracing.job import TraceJob, find_trace_obstacle
@@ -42,7 +39,7 @@ _log = logging.getLogger(__name__)
 
 TRACE_WORKER = "tightfit.training.tracing.worker"
 NUM_TRACED = 3
-"""Plans that are traced: the first and what may yet take its place."""
+"""Plans that `bench` traces where it measures several."""
 TRACE_VARIABLE = "TIGHTFIT_TRACE"
 """`0` keeps verbs from tracing unasked, as on a login node where seconds of CPU are unwelcome."""
 
@@ -56,17 +53,26 @@ class ModelTracer:
     profile: DataProfile | None = None
     progress: Progress | None = None
 
-    def trace(self, requests: Sequence[TraceRequest]) -> list[TraceOutcome]:
+    def trace(self, requests: Sequence[TraceRequest]) -> list[TraceResponse]:
         """All in one process, which takes seconds to start. The `Trace` that planning asks for."""
         obstacles = [find_trace_obstacle(request.strategy) for request in requests]
         possible = [request for request, why in zip(requests, obstacles, strict=True) if not why]
         answers = iter(self._ask(possible))
         return [
-            TraceOutcome(traced=None, problem=why) if why else next(answers) for why in obstacles
+            TraceResponse(traced=None, problem=why) if why else next(answers) for why in obstacles
         ]
 
-    def _ask(self, requests: Sequence[TraceRequest]) -> list[TraceOutcome]:
-        jobs = [self._job(request).model_dump(mode="json") for request in requests]
+    def _ask(self, requests: Sequence[TraceRequest]) -> list[TraceResponse]:
+        jobs = [
+            TraceJob(
+                config=self.config,
+                strategy=request.strategy,
+                compute_capability=request.node.gpu.compute_capability,
+                document_len=find_document_len(self.profile, request.strategy),
+                room_bytes=request.room_bytes if request.wants_fewest_recomputed else None,
+            ).model_dump(mode="json")
+            for request in requests
+        ]
         tracer = Tracer(module=TRACE_WORKER)
         progress = self.progress
 
@@ -80,8 +86,9 @@ class ModelTracer:
         except KeyboardInterrupt:
             _log.info("interrupted: tracing was stopped")
             raise
+        report(len(jobs))  # answers from the cache report nothing
         _log_uncached(tracer.write_errors)
-        return [_read_answer(answer) for answer in answers]
+        return answers
 
     def advise(self, case: Case, traced: TracedMemory, *, room_bytes: int) -> tuple[Advice, ...]:
         """Single changes that lower the peak, each traced."""
@@ -96,15 +103,6 @@ class ModelTracer:
         }
         return judge_alternatives(
             alternatives, known.__getitem__, before=traced, capacity_bytes=room_bytes
-        )
-
-    def _job(self, request: TraceRequest) -> TraceJob:
-        return TraceJob(
-            config=self.config,
-            strategy=request.strategy,
-            compute_capability=request.node.gpu.compute_capability,
-            document_len=find_document_len(self.profile, request.strategy),
-            room_bytes=request.room_bytes if request.wants_fewest_recomputed else None,
         )
 
 
@@ -123,22 +121,16 @@ def choose_tracer(
     if asked is False or (asked is None and os.environ.get(TRACE_VARIABLE) == "0"):
         return None
     config = None if node.gpu.is_cpu else read_source_config(spec)
-    if config is None:
-        if asked:
-            reason = _describe_obstacle(spec, node)
-            raise UsageError(f"This cannot be traced: {reason}.", remedy="leave --trace out")
-        return None
+    if config is None and asked:
+        reason = f"{spec.name} has no config.json that transformers could build"
+        if node.gpu.is_cpu:
+            reason = "a trace is of a GPU's memory, and this job runs on the CPU"
+        raise UsageError(f"This cannot be traced: {reason}.", remedy="leave --trace out")
     if asked:
         require_packages("Tracing", *TRACING)
-    if not has_torch():
+    if config is None or not has_torch():
         return None
     return ModelTracer(spec=spec, config=config, profile=profile, progress=progress)
-
-
-def _describe_obstacle(spec: ModelSpec, node: Node) -> str:
-    if node.gpu.is_cpu:
-        return "a trace is of a GPU's memory, and this job runs on the CPU"
-    return f"{spec.name} has no config.json that transformers could build"
 
 
 def _log_uncached(errors: Sequence[str]) -> None:
@@ -155,18 +147,12 @@ def _log_uncached(errors: Sequence[str]) -> None:
 _LOGGED: list[str] = []
 
 
-def _read_answer(answer: TraceResponse) -> TraceOutcome:
-    return TraceOutcome(
-        traced=answer.traced,
-        fewest_recomputed=answer.fewest_recomputed,
-        operations=answer.operations,
-        problem=answer.problem,
-        remedy=answer.remedy,
-    )
-
-
 def trace_search(
-    result: SearchResult, *, asked: bool | None, progress: Progress | None = None
+    result: SearchResult,
+    *,
+    num_traced: int,
+    asked: bool | None = None,
+    progress: Progress | None = None,
 ) -> TracedSearch:
     """The search with its first plans traced, or as it was where no trace is possible."""
     first = result.plans[0]
@@ -175,12 +161,16 @@ def trace_search(
     )
     if tracer is None:
         return TracedSearch(result=result, traces=(), lost=(), notes=())
-    found = trace_plans(result, tracer.trace, num_traced=NUM_TRACED)
+    found = trace_plans(result, tracer.trace, num_traced=num_traced)
     if not found.result.plans:
         lost = found.lost[0]
         raise DoesNotFitError(
             f"Nothing fits: {lost.summary} {lost.estimate.reason}.",
-            remedy=f"{TRACE_VARIABLE}=0 goes by the formulas alone",
+            remedy=(
+                "leave --trace out    (goes by the formulas alone)"
+                if asked
+                else f"{TRACE_VARIABLE}=0 goes by the formulas alone"
+            ),
         )
     best = found.result.plans[0]
     estimate = best.estimate.model_copy(
@@ -196,7 +186,8 @@ def _describe_traces(found: TracedSearch) -> tuple[str, ...]:
     notes = []
     if num_traced:
         what = "memory and time" if num_timed == num_traced else "memory"
-        notes.append(f"{what} of {count_of(num_traced, 'plan')} traced, of the others by formula")
+        others = ", of the others by formula" if num_traced < len(found.result.plans) else ""
+        notes.append(f"{what} of {count_of(num_traced, 'plan')} traced{others}")
     if num_timed < num_traced:
         count = f"{num_timed} of them" if num_timed else "none"
         notes.append(f"time is traced for {count}: not all operations were understood")

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TextIO
@@ -77,9 +79,10 @@ def _encodable(text: str) -> str:
 
 
 def show_json(value: Any) -> None:
-    """One JSON document on stdout and nothing else."""
+    """One JSON document on stdout and nothing else; of a pydantic model its fields."""
     import json
 
+    value = value.model_dump(mode="json") if hasattr(value, "model_dump") else value
     text = json.dumps(value, indent=2, ensure_ascii=not supports_unicode(), allow_nan=False)
     # Half of a surrogate pair (a file name that is no UTF-8) is JSON only as an escape.
     write_out(_escape_halves(text) + "\n")
@@ -91,7 +94,11 @@ def _escape_halves(text: str) -> str:
     return "".join(f"\\u{ord(c):04x}" if "\ud800" <= c <= "\udfff" else c for c in text)
 
 
-# A bar with the time left on stderr where someone watches, and nothing elsewhere.
+# On stderr: a bar with the time left where someone watches, elsewhere a line now and then.
+
+FIRST_LINE_SECONDS = 2.0
+"""Of a task that is not watched; what is done sooner prints nothing."""
+NEXT_LINE_SECONDS = 15.0
 
 
 def report_progress(what: str, done: int, of: int) -> None:
@@ -105,7 +112,11 @@ def report_progress(what: str, done: int, of: int) -> None:
 def progress_bar() -> Iterator[Progress | None]:
     """What to call with a task's name, how far it is, and of how much."""
     if sys.stderr is None or not sys.stderr.isatty():
-        yield None
+        lines = _ProgressLines()
+        try:
+            yield lines.report
+        finally:
+            lines.stop()
         return
     from rich.console import Console
     from rich.progress import Progress as Bars
@@ -120,3 +131,50 @@ def progress_bar() -> Iterator[Progress | None]:
             bars.update(tasks[what], completed=done)
 
         yield report
+
+
+class _ProgressLines:
+    """Progress as lines for a log or a pipe: the first after two seconds, then four a minute."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._task = ("", 0, 0)
+        self._next_line = 0.0
+        self._timer: threading.Timer | None = None
+
+    def report(self, what: str, done: int, of: int) -> None:
+        with self._lock:
+            is_new = what != self._task[0]
+            self._task = (what, done, of)
+            if is_new:
+                self._next_line = time.monotonic() + FIRST_LINE_SECONDS
+                self._start_timer()
+            elif time.monotonic() >= self._next_line and done < of:
+                self._write()
+        if done >= of:
+            self.stop()
+
+    def stop(self) -> None:
+        """Nothing is written any more, until another task reports."""
+        with self._lock:
+            self._task = ("", 0, 0)
+            if self._timer is not None:
+                self._timer.cancel()
+
+    def _start_timer(self) -> None:
+        """A task that reports its start and then works long would otherwise say nothing."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = threading.Timer(FIRST_LINE_SECONDS, self._write_first, (self._task[0],))
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _write_first(self, what: str) -> None:
+        with self._lock:
+            if self._task[0] == what and time.monotonic() >= self._next_line:
+                self._write()
+
+    def _write(self) -> None:
+        what, done, of = self._task
+        write_err(f"{what}: {done:,} of {of:,}\n")
+        self._next_line = time.monotonic() + NEXT_LINE_SECONDS

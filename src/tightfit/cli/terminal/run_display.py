@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isfinite
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from tightfit.cli.terminal.output import write_err
+from tightfit.clusters.protocol import RunObserver, SilentObserver
 from tightfit.core.text import sanitize
 from tightfit.core.units import GIB, render_bytes, render_seconds
 from tightfit.runs.metrics import EvalRecord, EventRecord, Record, StepRecord
@@ -24,6 +25,11 @@ if TYPE_CHECKING:
 
 SMOOTHING = 0.9
 """Share of the old value in the shown loss; about ten steps' memory."""
+NUM_FIRST_LINES = 5
+LINE_SECONDS = 10.0
+"""Between lines of steps: a log file of a night stays readable."""
+ASK_SECONDS = 1.0
+"""How often the number of steps is looked up until it is known."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,19 +51,13 @@ class Progress:
     def add(self, record: Record) -> None:
         if isinstance(record, EvalRecord):
             self.evaluation = record
-        elif isinstance(record, StepRecord):
-            self._add_step(record)
-
-    def _add_step(self, record: StepRecord) -> None:
-        wait = record.data_wait_seconds / record.seconds if record.seconds > 0 else 0.0
+        if not isinstance(record, StepRecord):
+            return
         # The first step of a start warms up; it says little of the others.
-        is_first = self.last is None or record.step <= self.last.step
-        pace = None if is_first else self.seconds_per_step
-        if self.last is not None and self.last.step + 1 != record.step:
-            pace = None
+        follows = self.last is not None and self.last.step + 1 == record.step
         self.loss = _blend(self.loss, record.loss)
-        self.seconds_per_step = _blend(pace, record.seconds)
-        self.wait_fraction = _blend(self.wait_fraction, wait)
+        self.seconds_per_step = _blend(self.seconds_per_step if follows else None, record.seconds)
+        self.wait_fraction = _blend(self.wait_fraction, wait_fraction(record))
         self.peak_bytes = max(self.peak_bytes, record.gpu_reserved_bytes)
         self.num_steps = max(self.num_steps, record.step)
         self.last = record
@@ -68,17 +68,15 @@ class Progress:
             return None
         return (self.num_steps - self.last.step) * self.seconds_per_step
 
-    @property
-    def done_fraction(self) -> float:
-        if self.last is None or not self.num_steps:
-            return 0.0
-        return min(self.last.step / self.num_steps, 1.0)
-
 
 def _blend(old: float | None, new: float) -> float:
     if old is None or not isfinite(old) or not isfinite(new):
         return new
     return SMOOTHING * old + (1 - SMOOTHING) * new
+
+
+def wait_fraction(record: StepRecord) -> float:
+    return record.data_wait_seconds / record.seconds if record.seconds > 0 else 0.0
 
 
 def render_step(record: StepRecord, progress: Progress) -> str:
@@ -87,20 +85,23 @@ def render_step(record: StepRecord, progress: Progress) -> str:
     parts = [
         f"step {record.step:,}{total}",
         f"loss {record.loss:.4f}",
-        f"lr {record.learning_rate:.2e}",
-        f"{record.tokens_per_second:,.0f} tok/s",
+        *_render_pace(record),
+        render_memory(record.gpu_reserved_bytes, progress.capacity_bytes),
     ]
-    if record.mfu_fraction is not None:
-        parts.append(f"{record.mfu_fraction:.0%} MFU")
-    parts.append(render_memory(record.gpu_reserved_bytes, progress.capacity_bytes))
-    wait = record.data_wait_seconds / record.seconds if record.seconds > 0 else 0.0
-    if wait >= 0.01:
-        parts.append(f"data wait {wait:.0%}")
+    if wait_fraction(record) >= 0.01:
+        parts.append(f"data wait {wait_fraction(record):.0%}")
     if record.grad_norm is None:
         parts.append("step skipped (overflow)")
     if progress.seconds_left is not None:
         parts.append(f"left {render_seconds(progress.seconds_left)}")
     return "  ".join(parts)
+
+
+def _render_pace(record: StepRecord) -> Iterator[str]:
+    yield f"lr {record.learning_rate:.2e}"
+    yield f"{record.tokens_per_second:,.0f} tok/s"
+    if record.mfu_fraction is not None:
+        yield f"{record.mfu_fraction:.0%} MFU"
 
 
 def render_eval(record: EvalRecord) -> str:
@@ -117,71 +118,42 @@ def render_memory(used_bytes: int, capacity_bytes: int) -> str:
     return f"{used_bytes / GIB:.1f}/{capacity_bytes / GIB:.1f} GiB"
 
 
-# The run as it goes: a live panel on a terminal, plain lines elsewhere, silence for JSON.
-
-NUM_FIRST_LINES = 5
-LINE_SECONDS = 10.0
-"""A log file of a night stays readable."""
-ASK_SECONDS = 1.0
-"""How often the number of steps is looked up until it is known."""
-
-
-class Display(Protocol):
-    """What `launch.local.Watch` asks for."""
-
-    def record(self, record: Record) -> None: ...
-    def line(self, line: str) -> None: ...
-    def say(self, text: str) -> None: ...
-    def tick(self) -> None: ...
-
-
-class SilentDisplay:
-    """For `--json`."""
-
-    def record(self, record: Record) -> None:
-        pass
-
-    def line(self, line: str) -> None:
-        pass
-
-    def say(self, text: str) -> None:
-        pass
-
-    def tick(self) -> None:
-        pass
-
-
 class PlainDisplay:
     """Lines on stderr: the first few steps, then at most one in ten seconds; every evaluation."""
 
     def __init__(
         self,
         progress: Progress,
+        read_num_steps: Callable[[], int] = lambda: 0,
         *,
         write: Callable[[str], None] = write_err,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._progress = progress
+        self.progress = progress
+        self._read_num_steps = read_num_steps
         self._write = write
         self._clock = clock
         self._num_lines = 0
         self._printed_at = -LINE_SECONDS
+        self._asked_at = 0.0
 
     def record(self, record: Record) -> None:
-        self._progress.add(record)
+        self._ask()
+        self.progress.add(record)
         if isinstance(record, EvalRecord):
             self.say(render_eval(record))
         elif isinstance(record, EventRecord):
             self.say(f"step {record.step:,}: {record.text}")
-        elif isinstance(record, StepRecord) and self._is_due(record):
+        else:
+            self.step(record)
+
+    def step(self, record: StepRecord) -> None:
+        is_last = 0 < self.progress.num_steps == record.step
+        is_due = self._clock() - self._printed_at >= LINE_SECONDS
+        if is_last or is_due or self._num_lines < NUM_FIRST_LINES:
             self._num_lines += 1
             self._printed_at = self._clock()
-            self.say(render_step(record, self._progress))
-
-    def _is_due(self, record: StepRecord) -> bool:
-        is_last = 0 < self._progress.num_steps == record.step
-        is_early = self._num_lines < NUM_FIRST_LINES
-        return is_early or is_last or self._clock() - self._printed_at >= LINE_SECONDS
+            self.say(render_step(record, self.progress))
 
     def line(self, line: str) -> None:
         """The workers' own lines are in the log."""
@@ -190,34 +162,37 @@ class PlainDisplay:
         self._write(f"{sanitize(text)}\n")
 
     def tick(self) -> None:
-        pass
+        if self._clock() - self._asked_at >= ASK_SECONDS:
+            self._ask()
+
+    def _ask(self) -> None:
+        """Learn the number of steps as soon as the worker has counted them."""
+        self._asked_at = self._clock()
+        self.progress.num_steps = self._read_num_steps() or self.progress.num_steps
 
 
-class LiveDisplay:
+class LiveDisplay(PlainDisplay):
     """A bar and the numbers of the last step, redrawn in place on stderr."""
 
-    def __init__(self, progress: Progress, live: Live) -> None:
-        self._progress = progress
+    def __init__(
+        self, progress: Progress, live: Live, read_num_steps: Callable[[], int] = lambda: 0
+    ) -> None:
+        super().__init__(progress, read_num_steps)
         self._live = live
         self._news = "starting"
-        self._started = time.monotonic()
 
-    def record(self, record: Record) -> None:
-        self._progress.add(record)
-        if isinstance(record, EvalRecord):
-            self.say(render_eval(record))
-        elif isinstance(record, EventRecord):
-            self.say(f"step {record.step:,}: {record.text}")
+    def step(self, record: StepRecord) -> None:
+        """Shown by the next tick."""
 
     def line(self, line: str) -> None:
-        if line.strip():
-            self._news = line.strip()
+        self._news = line.strip() or self._news
 
     def say(self, text: str) -> None:
         self._live.console.print(sanitize(text), markup=False, highlight=False)
 
     def tick(self) -> None:
-        self._live.update(render_live(self._progress, self._news))
+        super().tick()
+        self._live.update(render_live(self.progress, self._news))
 
 
 def render_live(progress: Progress, news: str) -> RenderableType:
@@ -236,7 +211,7 @@ def render_live(progress: Progress, news: str) -> RenderableType:
     left = progress.seconds_left
     grid.add_row(
         f"step {step:,}/{total}",
-        ProgressBar(total=1.0, completed=progress.done_fraction),
+        ProgressBar(total=max(progress.num_steps, 1), completed=step),
         "" if left is None else f"{render_seconds(left)} left",
     )
     if progress.last is None:
@@ -246,71 +221,37 @@ def render_live(progress: Progress, news: str) -> RenderableType:
 
 def list_numbers(progress: Progress) -> list[str]:
     """The second line, part by part."""
-    last = progress.last
-    if last is None or progress.loss is None:
+    if progress.last is None or progress.loss is None:
         return []
     parts = [
         f"loss {progress.loss:.4f}",
-        f"lr {last.learning_rate:.2e}",
-        f"{last.tokens_per_second:,.0f} tok/s",
+        *_render_pace(progress.last),
+        f"peak {render_memory(progress.peak_bytes, progress.capacity_bytes)}",
+        f"data wait {progress.wait_fraction or 0.0:.0%}",
     ]
-    if last.mfu_fraction is not None:
-        parts.append(f"{last.mfu_fraction:.0%} MFU")
-    parts.append(f"peak {render_memory(progress.peak_bytes, progress.capacity_bytes)}")
-    parts.append(f"data wait {progress.wait_fraction or 0.0:.0%}")
     if progress.evaluation is not None:
         parts.append(f"eval {progress.evaluation.loss:.4f} (step {progress.evaluation.step:,})")
     return parts
 
 
-class CountingDisplay:
-    """Another display that learns the number of steps as soon as the worker has counted them."""
-
-    def __init__(self, inner: Display, progress: Progress, read: Callable[[], int]) -> None:
-        self._inner = inner
-        self._progress = progress
-        self._read = read
-        self._asked_at = 0.0
-
-    def record(self, record: Record) -> None:
-        self._ask()
-        self._inner.record(record)
-
-    def line(self, line: str) -> None:
-        self._inner.line(line)
-
-    def say(self, text: str) -> None:
-        self._inner.say(text)
-
-    def tick(self) -> None:
-        if time.monotonic() - self._asked_at >= ASK_SECONDS:
-            self._ask()
-        self._inner.tick()
-
-    def _ask(self) -> None:
-        self._asked_at = time.monotonic()
-        num_steps = self._read()
-        if num_steps:
-            self._progress.num_steps = num_steps
-
-
 @contextmanager
 def open_display(
-    progress: Progress, *, read_num_steps: Callable[[], int], is_silent: bool
-) -> Iterator[Display]:
+    capacity_bytes: int, read_num_steps: Callable[[], int], *, is_silent: bool
+) -> Iterator[RunObserver]:
     """The display that suits where stderr goes."""
     if is_silent:
-        yield SilentDisplay()
+        yield SilentObserver()
         return
+    progress = Progress(num_steps=read_num_steps(), capacity_bytes=capacity_bytes)
     if sys.stderr is None or not sys.stderr.isatty():
-        yield CountingDisplay(PlainDisplay(progress), progress, read_num_steps)
+        yield PlainDisplay(progress, read_num_steps)
         return
     from rich.console import Console
     from rich.live import Live
 
     console = Console(stderr=True, highlight=False, emoji=False)
     if console.is_dumb_terminal:  # where a live panel shows nothing at all
-        yield CountingDisplay(PlainDisplay(progress), progress, read_num_steps)
+        yield PlainDisplay(progress, read_num_steps)
         return
     with Live(console=console, refresh_per_second=4, transient=True) as live:
-        yield CountingDisplay(LiveDisplay(progress, live), progress, read_num_steps)
+        yield LiveDisplay(progress, live, read_num_steps)

@@ -1,4 +1,7 @@
-"""Rich text on the terminal: the console, tables, gauges, headings and notes."""
+"""Rich text on the terminal: the console, tables, gauges, headings and notes.
+
+rich loads when something is rendered: `--json` does without it.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,17 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from rich import box
-from rich.cells import cell_len
-from rich.console import Console, Group, RenderableType
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
-
-from tightfit.cli.terminal.output import supports_unicode, write_out
+from tightfit.cli.terminal.output import show_json, supports_unicode, write_out
 from tightfit.core.text import sanitize, sanitize_lines
+
+VERDICT_STYLES = {
+    "fits": "bold green",
+    "tight": "bold yellow",
+    "does_not_fit": "bold red",
+    "illegal": "bold red",
+}
 
 # Tables: aligned columns where they fit, a stacked list where they do not. No cell is cut.
 
@@ -25,10 +29,14 @@ LEAST_WRAPPED = 18
 LEAST_BESIDE = 16
 """Room a value needs beside its title in the stacked list."""
 
-Cell = str | Text
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+    from rich.text import Text
+
+Cell: TypeAlias = "str | Text"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Column:
     """One column of a table. `keep`: never wrapped, so that numbers and names stay whole."""
 
@@ -38,15 +46,30 @@ class Column:
     style: str = ""
 
 
-def lay_out(
-    columns: Sequence[Column],
+PIPED_COLUMNS = 100
+"""Width when nobody says: neither a terminal nor COLUMNS."""
+
+
+def make_table(
+    titles: Sequence[str | Column],
     rows: Iterable[Sequence[Cell]],
     *,
-    width: int,
     is_spaced: bool = False,
+    piped_columns: int = PIPED_COLUMNS,
 ) -> RenderableType:
-    """The rows as a table no wider than `width`, or one under another."""
+    """Ruled under its header on a terminal, bare aligned columns in a pipe, a list if narrow.
+
+    A column is its title, behind marks: `>` aligns it right, as in a format string, `~` lets its
+    text wrap, `*` makes it bold. `piped_columns`: as wide as `show` is told, for a table that is
+    not to become a list in a pipe.
+    """
+    from rich import box
+    from rich.console import Group
+    from rich.table import Table
+
+    columns = [_read_column(title) if isinstance(title, str) else title for title in titles]
     texts = [[as_text(cell) for cell in row] for row in rows]
+    width = make_console(piped_columns).width
     if not fits(columns, texts, width=width):
         return Group(*_stack(columns, texts, width=width))
     is_terminal = sys.stdout.isatty()
@@ -72,8 +95,25 @@ def lay_out(
     return table
 
 
+def show_output(value: Any, parts: Iterable[RenderableType], *, as_json: bool) -> None:
+    """The value as JSON for a program, or its parts for a person."""
+    if as_json:
+        show_json(value)
+    else:
+        show(parts)
+
+
+def _read_column(title: str) -> Column:
+    name = title.lstrip(">~*")
+    marks = title[: len(title) - len(name)]
+    style = "bold" if "*" in marks else ""
+    return Column(name, right=">" in marks, keep="~" not in marks, style=style)
+
+
 def fits(columns: Sequence[Column], rows: Sequence[Sequence[Text]], *, width: int) -> bool:
     """Whether every kept column can stand whole, with room for text in the others."""
+    from rich.cells import cell_len
+
     needed = 0
     for place, column in enumerate(columns):
         widest = max([cell_len(column.title), *(_width(row[place]) for row in rows)])
@@ -84,6 +124,8 @@ def fits(columns: Sequence[Column], rows: Sequence[Sequence[Text]], *, width: in
 
 def as_text(cell: Cell) -> Text:
     """Text that is no markup and holds nothing a terminal would obey."""
+    from rich.text import Text
+
     if isinstance(cell, Text):
         plain = sanitize_lines(cell.plain)
         if plain != cell.plain:
@@ -94,6 +136,8 @@ def as_text(cell: Cell) -> Text:
 
 
 def _width(text: Text) -> int:
+    from rich.cells import cell_len
+
     return max(map(cell_len, text.plain.split("\n")))
 
 
@@ -101,6 +145,10 @@ def _stack(
     columns: Sequence[Column], rows: Sequence[Sequence[Text]], *, width: int
 ) -> Iterator[RenderableType]:
     """Each row as `title  value` lines; what has no title heads them."""
+    from rich.cells import cell_len
+    from rich.padding import Padding
+    from rich.table import Table
+
     room = max(cell_len(column.title) for column in columns)
     for number, row in enumerate(rows):
         if number:
@@ -117,23 +165,34 @@ def _stack(
                 beside.add_row(column.title, cell)
                 yield beside
             else:
-                yield Text(column.title, style="bold")
+                yield heading(column.title)
                 yield Padding(cell, (0, 0, 0, 2))
 
 
-def render_pairs(rows: Iterable[tuple[str, str]]) -> RenderableType:
-    """A word and what it is, without a header."""
-    grid = Table.grid(padding=(0, 2, 0, 0))
-    grid.add_column(no_wrap=True, style="bold")
-    grid.add_column(overflow="fold")
-    for label, value in rows:
-        grid.add_row(as_text(label), as_text(value))
+def render_grid(
+    marks: Sequence[str], rows: Iterable[Sequence[Cell]], *, gap: int = 2
+) -> RenderableType:
+    """Aligned columns without a header; their marks are those of `make_table`."""
+    from rich.table import Table
+
+    grid = Table.grid(padding=(0, gap, 0, 0))
+    for column in map(_read_column, marks):
+        grid.add_column(
+            justify="right" if column.right else "left",
+            no_wrap=column.keep,
+            overflow="fold",
+            style=column.style,
+        )
+    for row in rows:
+        grid.add_row(*map(as_text, row))
     return grid
 
 
-__all__ = ["Column", "make_console", "make_table", "render_bar", "render_gauge", "show"]
-PIPED_COLUMNS = 100
-"""Width when nobody says: neither a terminal nor COLUMNS."""
+def render_pairs(rows: Iterable[tuple[str, Cell]]) -> RenderableType:
+    """A word and what it is."""
+    return render_grid(("*", "~"), rows)
+
+
 LEAST_COLUMNS = 10
 
 
@@ -148,30 +207,27 @@ class _LikeStdout(io.StringIO):
         return sys.stdout.isatty()
 
 
-def make_console() -> Console:
+def make_console(piped_columns: int = PIPED_COLUMNS) -> Console:
     """A console for stdout as it is now (tests and pipes replace it)."""
+    from rich.console import Console
+
     is_sized = sys.stdout.isatty() or "COLUMNS" in os.environ
-    width = None if is_sized else PIPED_COLUMNS
+    width = None if is_sized else piped_columns
     console = Console(file=_LikeStdout(), highlight=False, emoji=False, width=width)
     console.width = max(console.width, LEAST_COLUMNS)
     return console
 
 
-def show(parts: Iterable[RenderableType]) -> None:
+def show(parts: Iterable[RenderableType], *, piped_columns: int = PIPED_COLUMNS) -> None:
     """Render everything, then write it at once, so that a closed pipe is met in one place."""
-    console = make_console()
+    from rich.text import Text
+
+    console = make_console(piped_columns)
     with console.capture() as captured:
         for part in parts:
             console.print(as_text(part) if isinstance(part, str | Text) else part)
     lines = captured.get().split("\n")
     write_out("\n".join(lines if console.is_terminal else [s.rstrip() for s in lines]))
-
-
-def make_table(
-    columns: Sequence[Column], rows: Iterable[Sequence[Cell]], *, is_spaced: bool = False
-) -> RenderableType:
-    """Ruled under its header on a terminal, bare aligned columns in a pipe, a list if narrow."""
-    return lay_out(columns, rows, width=make_console().width, is_spaced=is_spaced)
 
 
 def render_bar(fraction: float, *, width: int) -> str:
@@ -193,13 +249,19 @@ def render_gauge(fraction: float, *, width: int) -> str:
 # Headings and lists of remarks, the same under every verb.
 
 
+def styled(text: str, style: str = "") -> Text:
+    """Text as it is: brackets in it are not markup."""
+    from rich.text import Text
+
+    return Text(sanitize(text), style=style)
+
+
 def heading(text: str) -> Text:
-    return Text(sanitize(text), style="bold")
+    return styled(text, "bold")
 
 
 def plain(text: str) -> Text:
-    """Text as it is: brackets in it are not markup."""
-    return Text(sanitize(text))
+    return styled(text)
 
 
 def render_notes(
@@ -208,11 +270,10 @@ def render_notes(
     """A heading and a list with hanging lines, or nothing."""
     if not notes:
         return
-    listed = Table.grid(padding=(0, 1))
-    listed.add_column(justify="right")
-    listed.add_column(overflow="fold")
-    for number, note in enumerate(notes, start=1):
-        listed.add_row(f" {number}" if is_numbered else " -", plain(note))
     yield ""
     yield heading(title)
-    yield listed
+    rows = [
+        (f" {number}" if is_numbered else " -", plain(note))
+        for number, note in enumerate(notes, start=1)
+    ]
+    yield render_grid((">", "~"), rows, gap=1)

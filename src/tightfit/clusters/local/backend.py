@@ -7,17 +7,16 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 
 import psutil
 
-from tightfit.clusters.follow import RunFollower
+from tightfit.clusters.follow import follow_job
 from tightfit.clusters.local.launcher import find_launcher
 from tightfit.clusters.local.outcome import read_state, run_error
+from tightfit.clusters.local.workers import start_with_log
 from tightfit.clusters.protocol import (
+    ClusterBackend,
     ClusterOptions,
     Draft,
     Job,
@@ -30,20 +29,18 @@ from tightfit.core.errors import SetupError, UsageError, UserError
 from tightfit.core.files import write_atomic
 from tightfit.hardware.resolve import resolve_hardware
 from tightfit.hardware.types import Cluster
-from tightfit.planning.plan import Plan
 from tightfit.runs.run_folder import RunFolder, RunStatus
 
 PYTHON = sys.executable
 SCRIPT_FILE = "job.sh"
 LOG_FILE = "local.out"
-TICK_SECONDS = 0.3
 
 
-class LocalBackend:
+class LocalBackend(ClusterBackend):
     """`tightfit train RUN --as-planned`, which outlives the process that submitted it."""
 
     title = "this machine"
-    takes: frozenset[str] = frozenset()
+    takes = frozenset()
     other_options = "leave it out    (this machine has no scheduler)"
 
     def __init__(self, options: ClusterOptions, site: Site) -> None:
@@ -59,21 +56,15 @@ class LocalBackend:
     def inventory(self) -> Cluster:
         return resolve_hardware(self._hardware)
 
-    def check_files(self, files: Mapping[str, Path]) -> list[str]:  # noqa: ARG002
-        return []
-
-    def is_remote(self, folder: Path) -> bool:  # noqa: ARG002
-        return False
-
-    def translate_plan(self, plan: Plan) -> Plan:
-        return plan
-
     def find_job(self, run: RunFolder) -> Job | None:
         pid = find_launcher(run)
         return None if pid is None else _make_job(run, pid)
 
-    def find_last_job(self, run: RunFolder) -> Job | None:  # noqa: ARG002
-        return None
+    def find_job_by_id(self, job_id: str) -> Job | None:
+        raise UsageError(
+            f"`{job_id}` is no run's folder; a run on this machine is named by it.",
+            remedy="tightfit runs    (lists the runs there are)",
+        )
 
     def draft(self, spec: JobSpec) -> Draft:
         if spec.plan.strategy.num_nodes > 1:
@@ -90,38 +81,19 @@ class LocalBackend:
             details={"command": words},
         )
 
-    def check(self, draft: Draft) -> str | None:  # noqa: ARG002
-        return None
-
     def submit(self, draft: Draft) -> Job:
         run = RunFolder(path=draft.spec.run)
         write_atomic(run.path / SCRIPT_FILE, draft.text)
         command = [PYTHON, "-m", "tightfit", "train", str(run.path), "--as-planned"]
-        try:
-            with (run.path / LOG_FILE).open("ab") as log:
-                process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    env={**os.environ, **self._site.environment},
-                    start_new_session=True,
-                )
-        except OSError as error:
-            raise SetupError(
-                f"Cannot start a run in {run.path}: {error.strerror or error}.",
-                remedy="choose a folder that is writable: --output FOLDER",
-            ) from error
+        process = start_with_log(command, run.path / LOG_FILE, self._site.environment)
         self._started[str(process.pid)] = process
         return _make_job(run, process.pid)
 
     def follow(self, job: Job, observer: RunObserver) -> JobEnd:
         assert job.run is not None
-        news = RunFollower(job.run, observer, shows_last_step=True)
-        while self._is_alive(job):
-            news.report()
-            time.sleep(TICK_SECONDS)
-        news.report()
+        follow_job(
+            lambda: self._is_alive(job), job.run, observer, is_over=lambda is_alive: not is_alive
+        )
         state = read_state(job.run)
         log = shlex.quote(str(job.run.path / LOG_FILE))
         if state is None or state.status in (RunStatus.PREPARED, RunStatus.RUNNING):
@@ -157,7 +129,7 @@ def _make_job(run: RunFolder, pid: int) -> Job:
         title=f"Started as process {pid}",
         commands=(
             f"tightfit submit {folder} --on here --follow    (follows it again)",
-            f"kill {pid}    (ends it; it saves first)",
+            f"tightfit cancel {folder}    (ends it; it saves first)",
         ),
         cancel_command=f"kill {pid}",
         details={"job_id": str(pid)},

@@ -7,25 +7,28 @@ that failed.
 
 from __future__ import annotations
 
-import json
+import errno
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from datetime import datetime, timezone
 from pathlib import Path
 from types import FrameType
 
 from tightfit.clusters.follow import RunFollower
-from tightfit.clusters.local.elastic import is_final
 from tightfit.clusters.local.outcome import (
     infer_outcome,
     make_outcome,
+    read_lines,
     read_reported,
     read_state,
     take_snapshot,
@@ -34,12 +37,15 @@ from tightfit.clusters.local.workers import (
     ask_to_stop,
     end_all,
     end_leftovers,
+    find_leftovers,
+    is_final,
     start_worker,
     worker_command,
     worker_environment,
 )
+from tightfit.clusters.nodes import Rendezvous
 from tightfit.clusters.protocol import RunObserver
-from tightfit.clusters.rendezvous import Rendezvous
+from tightfit.core.child_process import bind_command
 from tightfit.core.errors import (
     EXIT_INTERRUPTED,
     EXIT_REQUEUE,
@@ -47,38 +53,37 @@ from tightfit.core.errors import (
     SetupError,
     UsageError,
 )
-from tightfit.core.files import write_atomic
-from tightfit.core.locks import take_lock
+from tightfit.core.files import open_locked, read_holder, take_lock, write_atomic, write_holder
 from tightfit.core.units import render_bytes
-from tightfit.core.with_parent import bind_command
 from tightfit.planning.fallback import list_fallbacks
 from tightfit.planning.plan import Plan
 from tightfit.runs.metrics import PLAN_CHANGE, EventRecord, append_record
-from tightfit.runs.run_folder import RunFolder, RunState, RunStatus
+from tightfit.runs.report import PastRun, RunReport, read_run, report_run
+from tightfit.runs.run_folder import RunFolder, RunState, RunStatus, TokenFolders
 
 
 @contextmanager
 def lock_run(
     run: RunFolder, rendezvous: Rendezvous | None = None, *, wait_seconds: float = 0.0
 ) -> Iterator[None]:
-    """Hold the run for as long as the block lasts; the kernel lets go if we are killed.
+    """Hold the run's lock inside the block; the kernel releases it if we are killed.
 
     `wait_seconds`: where the holder may be a node that died, and the file server has yet to
     notice.
     """
     path = lock_path(run, rendezvous)
     try:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        # Without locks, as on many a Lustre, nothing guards the run.
+        handle = open_locked(path, wait_seconds=wait_seconds, is_required=False)
     except OSError as error:
         raise SetupError(
             f"Cannot write in {run.path}: {error.strerror or error}.",
             remedy="choose a folder that is writable: --output FOLDER",
         ) from error
+    if handle is None:
+        raise _already_running(run, read_holder(path))
     try:
-        # Without locks, as on many a Lustre, nothing guards the run.
-        if not take_lock(handle, wait_seconds=wait_seconds, is_required=False):
-            raise _already_running(run, _read_holder(handle))
-        _write_holder(handle)
+        write_holder(handle)
         yield
         os.ftruncate(handle, 0)
     finally:
@@ -88,36 +93,25 @@ def lock_run(
 def lock_path(run: RunFolder, rendezvous: Rendezvous | None) -> Path:
     """Nodes that share a folder have a lock each."""
     if rendezvous is None:
-        return run.path / "launcher.lock"
+        return run.lock_path
     rank = rendezvous.node_rank
     return run.path / f"launcher-{socket.gethostname() if rank is None else rank}.lock"
 
 
 def find_launcher(run: RunFolder) -> int | None:
-    """The process on this machine that is running the folder's plan."""
+    """The process on this machine that is running the folder's plan; refused on another one."""
+    path = lock_path(run, None)
     try:
-        handle = os.open(lock_path(run, None), os.O_RDWR)
+        handle = open_locked(path, is_required=False) if path.exists() else None
     except OSError:
         return None
-    try:
-        holder = None if take_lock(handle, is_required=False) else _read_holder(handle)
-    finally:
+    if handle is not None:
         os.close(handle)
-    return holder[0] if holder is not None and holder[1] == socket.gethostname() else None
-
-
-def _write_holder(handle: int) -> None:
-    holder = {"pid": os.getpid(), "host": socket.gethostname()}
-    os.ftruncate(handle, 0)
-    os.pwrite(handle, json.dumps(holder).encode(), 0)
-
-
-def _read_holder(handle: int) -> tuple[int, str] | None:
-    try:
-        holder = json.loads(os.pread(handle, 4096, 0))
-        return int(holder["pid"]), str(holder["host"])
-    except (OSError, ValueError, KeyError, TypeError):
         return None
+    holder = read_holder(path)
+    if holder is None or holder[1] != socket.gethostname():
+        raise _already_running(run, holder)
+    return holder[0]
 
 
 def _already_running(run: RunFolder, holder: tuple[int, str] | None) -> UsageError:
@@ -126,7 +120,7 @@ def _already_running(run: RunFolder, holder: tuple[int, str] | None) -> UsageErr
     if holder is not None:
         pid, host = holder
         who += f" (process {pid} on {host})"
-        remedy = f"watch it with: tail -f {shlex.quote(str(run.metrics_path))}"
+        remedy = f"follow it with: tail -f {shlex.quote(str(run.metrics_path))}"
         if host == socket.gethostname():
             remedy += f"    (kill {pid} makes it save and stop)"
     return UsageError(f"{who} is running in {run.path}.", remedy=remedy)
@@ -135,28 +129,28 @@ def _already_running(run: RunFolder, holder: tuple[int, str] | None) -> UsageErr
 # Signals to the launcher: the first asks the workers to save and stop, the second ends them.
 
 SAME_SECONDS = 1.0
-"""Two of a kind this close are one wish: `timeout` and batch systems signal a process twice."""
+"""Two of a kind this close count as one: `timeout` and batch systems signal a process twice."""
 _CAUGHT = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 _ENDING = (signal.SIGINT, signal.SIGTERM)
 """SIGUSR1 warns of an end to come, so that it never shortens the saving."""
 
 
 class StopRequest:
-    """What was asked for from outside so far."""
+    """The signals that were received so far."""
 
     def __init__(self) -> None:
         self.first: signal.Signals | None = None
         self.is_urgent = False
         self._last = dict.fromkeys(_CAUGHT, 0.0)
 
-    def hear(self, signum: int, _frame: FrameType | None = None) -> None:
+    def receive(self, signum: int, _frame: FrameType | None = None) -> None:
         kind, now = signal.Signals(signum), time.monotonic()
         if self.first is None:
             self.first = kind
         elif kind in _ENDING and self._last[kind] and now - self._last[kind] > SAME_SECONDS:
             self.is_urgent = True
         elif kind is signal.SIGINT and not self._last[kind]:
-            self.is_urgent = True  # Ctrl-C from somebody who will not wait for the first wish
+            self.is_urgent = True  # Ctrl-C from somebody who will not wait for the first signal
         self._last[kind] = now
 
     @property
@@ -166,49 +160,74 @@ class StopRequest:
 
     def listen(self) -> None:
         """Take the signals over, also after a start of workers has set one aside."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-        for kind in _CAUGHT:
-            # nohup ignores SIGHUP; it stays so.
+        set_handler(_CAUGHT, self.receive)
+
+
+Handler = Callable[[int, FrameType | None], None]
+
+
+def set_handler(kinds: Sequence[signal.Signals], handler: Handler) -> None:
+    """For the main thread; SIGHUP stays ignored where nohup set it so."""
+    if threading.current_thread() is threading.main_thread():
+        for kind in kinds:
             if not (kind is signal.SIGHUP and signal.getsignal(kind) is signal.SIG_IGN):
-                signal.signal(kind, self.hear)
+                signal.signal(kind, handler)
+
+
+@contextmanager
+def handle_signals(kinds: Sequence[signal.Signals], handler: Handler) -> Iterator[None]:
+    """The handler inside the block; the earlier ones return after it."""
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {kind: signal.getsignal(kind) for kind in kinds} if is_main else {}
+    set_handler(kinds, handler)
+    try:
+        yield
+    finally:
+        for kind, earlier in before.items():
+            signal.signal(kind, earlier if earlier is not None else signal.SIG_DFL)
 
 
 @contextmanager
 def catch_signals() -> Iterator[StopRequest]:
-    """Signals become wishes inside the block, and are as before after it."""
+    """Signals become stop requests inside the block."""
     stop = StopRequest()
-    is_main = threading.current_thread() is threading.main_thread()
-    before = {kind: signal.getsignal(kind) for kind in _CAUGHT} if is_main else {}
-    stop.listen()
-    try:
+    with handle_signals(_CAUGHT, stop.receive):
         yield stop
-    finally:
-        for kind, handler in before.items():
-            signal.signal(kind, handler if handler is not None else signal.SIG_DFL)
 
 
-# After an out-of-memory: the next plan takes the place of the one that failed.
+# After an out-of-memory error the next plan replaces the one that failed.
 
 WAIT_SECONDS = 120.0
-"""For another node to write the plan that both come to."""
-
+"""For another node to write the plan that both arrive at."""
 ListFallbacks = Callable[[Plan], list[Plan]]
 
 
 def take_next_plan(run: RunFolder, failed: Plan, list_fallbacks: ListFallbacks) -> Plan:
     """Write the next plan; the old one stays as plan.1.json, plan.2.json, ...
 
-    Every node of a job comes here. Whoever keeps the old plan first writes the
-    new one; the others wait for it.
+    Every node of a job comes here. Whichever keeps the old plan first writes the new one; the
+    others wait for it.
     """
     found = list_fallbacks(failed)
     state = read_state(run)
     step = state.step if state else 0
     if not found:
-        raise _nothing_left(failed, step)
+        node = failed.hardware.node
+        capacity = failed.estimate.gpu.capacity_bytes or node.gpu.memory_bytes
+        raise DoesNotFitError(
+            f"Out of memory at step {step}, and no smaller plan is left on {node.gpu.name} "
+            f"({render_bytes(capacity)}).",
+            remedy=f"a shorter --seq-len than {failed.strategy.seq_len}, or --method qlora",
+        )
     if not _keep(run, failed):
-        return _wait_for_change(run, failed, found[0])
+        end = time.monotonic() + WAIT_SECONDS
+        while time.monotonic() < end:
+            changed = run.read_plan()
+            if changed != failed:
+                return changed
+            time.sleep(0.5)
+        run.write_plan(found[0])  # its writer died in between; all nodes arrive at the same plan
+        return found[0]
     run.write_plan(found[0])
     text = f"{PLAN_CHANGE}{failed.summary}; going on with {found[0].summary}"
     append_record(run.metrics_path, EventRecord(step=step, text=text))
@@ -217,47 +236,22 @@ def take_next_plan(run: RunFolder, failed: Plan, list_fallbacks: ListFallbacks) 
 
 
 def count_failed_plans(run: RunFolder) -> int:
-    """Plans that have been left behind."""
-    return len(_list_kept(run.path))
-
-
-def _list_kept(folder: Path) -> list[Path]:
-    return [path for path in folder.glob("plan.*.json") if path.name.split(".")[1].isdecimal()]
+    """Plans that were replaced."""
+    names = [path.name.split(".") for path in run.path.glob("plan.*.json")]
+    return sum(name[1].isdecimal() for name in names)
 
 
 def _keep(run: RunFolder, failed: Plan) -> bool:
     """Whether this node is the one that keeps the old plan, and so writes the new one."""
-    number = count_failed_plans(run) + 1
+    path = run.path / f"plan.{count_failed_plans(run) + 1}.json"
     if run.read_plan() != failed:
         return False  # another node was quicker
-    path = run.path / f"plan.{number}.json"
     try:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
     except FileExistsError:
         return False
     write_atomic(path, failed.model_dump_json(indent=2) + "\n")
     return True
-
-
-def _wait_for_change(run: RunFolder, failed: Plan, expected: Plan) -> Plan:
-    end = time.monotonic() + WAIT_SECONDS
-    while time.monotonic() < end:
-        found = run.read_plan()
-        if found != failed:
-            return found
-        time.sleep(0.5)
-    run.write_plan(expected)  # its writer died in between; all nodes come to the same plan
-    return expected
-
-
-def _nothing_left(failed: Plan, step: int) -> DoesNotFitError:
-    node = failed.hardware.node
-    capacity = failed.estimate.gpu.capacity_bytes or node.gpu.memory_bytes
-    return DoesNotFitError(
-        f"Out of memory at step {step}, and no smaller plan is left on {node.gpu.name} "
-        f"({render_bytes(capacity)}).",
-        remedy=f"a shorter --seq-len than {failed.strategy.seq_len}, or --method qlora",
-    )
 
 
 # run_job: start the workers of a run on this node, follow them, and start them again.
@@ -270,15 +264,12 @@ PAUSE_SECONDS = 5.0
 @dataclass(slots=True, kw_only=True)
 class _Job:
     run: RunFolder
-    watch: RunObserver
+    observer: RunObserver
+    news: RunFollower
     stop: StopRequest
     rendezvous: Rendezvous | None
     command: Sequence[str] | None
     is_trial: bool
-    news: RunFollower = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.news = RunFollower(self.run, self.watch)
 
     @property
     def mark(self) -> str:
@@ -288,7 +279,7 @@ class _Job:
 def run_job(
     run: RunFolder,
     *,
-    watch: RunObserver,
+    observer: RunObserver,
     rendezvous: Rendezvous | None = None,
     command: Sequence[str] | None = None,
     lock_wait_seconds: float = 0.0,
@@ -296,23 +287,28 @@ def run_job(
 ) -> RunState:
     """Run the folder's plan to an end, through as many smaller plans as it takes.
 
-    Resuming is the worker's own doing, so a run that was stopped or killed is
-    simply run again. `command` stands in for the worker in tests. A trial is one
-    plan, once: too big is its answer, and a wish to stop ends it without saving.
+    The worker itself resumes, so a run that was stopped or killed is simply run again. `command`
+    replaces the worker in tests. A trial is one plan, once: too big is its answer, and a request
+    to stop ends it without saving.
     """
     with lock_run(run, rendezvous, wait_seconds=lock_wait_seconds), catch_signals() as stop:
         job = _Job(
             run=run,
-            watch=watch,
+            observer=observer,
+            news=RunFollower(run, observer),
             stop=stop,
             rendezvous=rendezvous,
             command=command,
             is_trial=is_trial,
         )
-        num_left = end_leftovers(job.mark)
-        if num_left:
-            watch.say("workers of an earlier start were still here; they were made to stop")
-        state = _run_trial(job) if is_trial else _run_plans(job)
+        if end_leftovers(job.mark):
+            observer.say("workers of an earlier start were still here; they were made to stop")
+        state = _run_until_final(job, run.read_plan()) if is_trial else _run_plans(job)
+        if is_trial and stop.first is not None and state.status is not RunStatus.FINISHED:
+            state = make_outcome(run, RunStatus.STOPPED, exit_code=EXIT_REQUEUE)
+        if state.status is RunStatus.STOPPED and stop.first is signal.SIGINT:
+            # Ctrl-C has its own code, by which shells know it.
+            state = state.model_copy(update={"exit_code": EXIT_INTERRUPTED})
         if read_state(run) != state:
             with suppress(SetupError):  # the outcome itself matters more
                 run.write_state(state)
@@ -327,7 +323,7 @@ def _run_plans(job: _Job) -> RunState:
         if state is None:
             state = _run_until_final(job, plan)
         if state.status is not RunStatus.OUT_OF_MEMORY:
-            return _with_interrupt_code(state, job.stop)
+            return state
         try:
             plan = take_next_plan(job.run, plan, list_fallbacks)
         except DoesNotFitError as error:
@@ -340,25 +336,8 @@ def _run_plans(job: _Job) -> RunState:
             )
         job.news.report()
         if job.stop.first is not None:
-            return _with_interrupt_code(
-                make_outcome(job.run, RunStatus.STOPPED, exit_code=EXIT_REQUEUE), job.stop
-            )
+            return make_outcome(job.run, RunStatus.STOPPED, exit_code=EXIT_REQUEUE)
         state = None
-
-
-def _run_trial(job: _Job) -> RunState:
-    state = _run_until_final(job, job.run.read_plan())
-    if job.stop.first is not None and state.status is not RunStatus.FINISHED:
-        state = make_outcome(job.run, RunStatus.STOPPED, exit_code=EXIT_REQUEUE)
-    return _with_interrupt_code(state, job.stop)
-
-
-def _with_interrupt_code(state: RunState, stop: StopRequest) -> RunState:
-    """Ctrl-C has its own code, by which shells know it."""
-    is_interrupt = stop.first is not None and stop.first.name == "SIGINT"
-    if state.status is RunStatus.STOPPED and is_interrupt:
-        return state.model_copy(update={"exit_code": EXIT_INTERRUPTED})
-    return state
 
 
 def _run_until_final(job: _Job, plan: Plan) -> RunState:
@@ -375,8 +354,11 @@ def _run_until_final(job: _Job, plan: Plan) -> RunState:
         if is_over:
             return infer_outcome(job.run, before, exit_code=exit_code, asked=asked)
         num_starts_left -= 1
-        job.watch.say(f"torchrun ended with {exit_code}; starting it again")
-        _pause(job)
+        job.observer.say(f"torchrun ended with {exit_code}; starting it again")
+        end = time.monotonic() + PAUSE_SECONDS
+        while time.monotonic() < end and job.stop.first is None:
+            job.observer.tick()
+            time.sleep(POLL_SECONDS)
 
 
 def _run_once(job: _Job, plan: Plan) -> int:
@@ -414,17 +396,115 @@ def _follow(job: _Job, process: subprocess.Popen[bytes]) -> int:
             end_all(process.pid)
         elif job.stop.first is not None and not is_asked:
             is_asked = True
-            job.watch.say("asked to stop: saving first (once more to stop at once)")
+            job.observer.say("asked to stop: saving first (once more to stop at once)")
             ask_to_stop(process, job.stop.passed_on)
         if job.stop.is_urgent and not is_ended:
             is_ended = True
-            job.watch.say("stopping at once; what came after the last checkpoint is lost")
+            job.observer.say("stopping at once; what came after the last checkpoint is lost")
             end_all(process.pid)
         time.sleep(POLL_SECONDS)
 
 
-def _pause(job: _Job) -> None:
-    end = time.monotonic() + PAUSE_SECONDS
-    while time.monotonic() < end and job.stop.first is None:
-        job.watch.tick()
-        time.sleep(POLL_SECONDS)
+# A few steps of a plan in a folder that is gone afterwards: what `bench` measures by.
+
+TRIAL_PREFIX = "tightfit-bench-"
+TRIAL_LOCK = "bench.lock"
+SETTLED_SECONDS = 60.0
+"""A younger folder may be one that is being made."""
+LOG_LINES = 30
+NEEDS_SPACE = "export TMPDIR=/a/folder/with/space"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialResult:
+    """What is left of a trial when its folder is gone."""
+
+    state: RunState
+    past: PastRun
+    report: RunReport
+    log: tuple[str, ...]
+    """The workers' last lines."""
+
+
+@contextmanager
+def open_trial_folder() -> Iterator[Path]:
+    """A folder for trials, removed at the end; those of killed launchers are cleared first."""
+    _clear_abandoned(Path(tempfile.gettempdir()))
+    try:
+        home = Path(tempfile.mkdtemp(prefix=TRIAL_PREFIX))
+    except OSError as error:
+        raise SetupError(
+            f"Cannot make a temporary folder: {error.strerror or error}.",
+            remedy=NEEDS_SPACE,
+        ) from error
+    handle = open_locked(home / TRIAL_LOCK, is_required=False, mode=0o600)
+    try:
+        with handle_signals((signal.SIGTERM, signal.SIGHUP), _leave):
+            yield home
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise SetupError(
+            f"The temporary folder {home.parent} is full.", remedy=NEEDS_SPACE
+        ) from error
+    finally:
+        shutil.rmtree(home, ignore_errors=True)
+        if handle is not None:
+            os.close(handle)
+
+
+def _leave(signum: int, _frame: FrameType | None) -> None:
+    """A SIGTERM unwinds as Ctrl-C does, so that the folder is removed then too."""
+    raise SystemExit(128 + signum)
+
+
+def run_trial(home: Path, plan: Plan, tokens: Path, observer: RunObserver) -> TrialResult:
+    """Take the plan's steps once, and read what they say before the folder goes."""
+    run = RunFolder(path=home / "run")
+    try:
+        run.path.mkdir()
+        run.write_tokens(TokenFolders(train=str(tokens)))
+        run.write_state(
+            RunState(status=RunStatus.PREPARED, updated_at=datetime.now(timezone.utc).isoformat())
+        )
+        run.write_plan(plan)
+        state = run_job(run, observer=observer, is_trial=True)
+        past = read_run(run)
+        log = read_lines(run.log_path, start=0)[-LOG_LINES:]
+        # Messages that send the reader to the log, which is in the answer instead.
+        texts = {
+            name: text and text.replace(str(run.log_path), "`log` of --json")
+            for name, text in (("problem", state.problem), ("remedy", state.remedy))
+        }
+        return TrialResult(
+            state=state.model_copy(update=texts),
+            past=past,
+            report=report_run(past),
+            log=tuple(log),
+        )
+    finally:
+        shutil.rmtree(run.path, ignore_errors=True)
+
+
+def _clear_abandoned(parent: Path) -> None:
+    """Folders whose launcher was killed, with the workers that it could not end.
+
+    Only where a launcher left its lock: another folder may bear such a name, or a link lead to it.
+    """
+    for home in parent.glob(f"{TRIAL_PREFIX}*"):
+        try:
+            found = home.lstat()
+            if found.st_uid != os.getuid() or time.time() - found.st_mtime < SETTLED_SECONDS:
+                continue
+            handle = os.open(home / TRIAL_LOCK, os.O_RDWR)
+        except OSError:
+            continue
+        try:
+            with suppress(OSError):
+                if take_lock(handle):
+                    mark = str(lock_path(RunFolder(path=home / "run"), None))
+                    for process in find_leftovers(mark):
+                        end_all(process.pid)
+                    shutil.rmtree(home, ignore_errors=True)
+        finally:
+            os.close(handle)

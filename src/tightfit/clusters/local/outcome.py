@@ -30,7 +30,7 @@ _OOM_COUNTERS = (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat"))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSnapshot:
-    """What was so before the workers started, to tell their own words from older ones."""
+    """The run before its workers started, to tell their reports from older ones."""
 
     state_mark: tuple[int, int] | None
     log_size: int
@@ -45,7 +45,7 @@ def take_snapshot(run: RunFolder) -> RunSnapshot:
 
 
 def read_reported(run: RunFolder, before: RunSnapshot) -> RunState | None:
-    """The outcome that the workers wrote since; None where they said nothing final."""
+    """The outcome that the workers wrote since; None where they wrote nothing final."""
     if _mark(run.state_path) == before.state_mark:
         return None
     state = read_state(run)
@@ -54,7 +54,7 @@ def read_reported(run: RunFolder, before: RunSnapshot) -> RunState | None:
 
 
 def read_state(run: RunFolder) -> RunState | None:
-    """The run's own word; None where there is none that can be read."""
+    """The run's own state; None where there is none that can be read."""
     try:
         return run.read_state()
     except UserError:
@@ -71,7 +71,7 @@ def run_error(state: RunState, *, remedy: str) -> UserError:
 def infer_outcome(
     run: RunFolder, before: RunSnapshot, *, exit_code: int, asked: signal.Signals | None
 ) -> RunState:
-    """What the end means where the workers left no word."""
+    """What the exit code and log show where the workers reported nothing."""
     last = read_lines(run.log_path, start=before.log_size)
     code = _code_of_rank(last, exit_code)
     if asked is not None and code in (0, -asked, 128 + asked, EXIT_REQUEUE):
@@ -83,31 +83,23 @@ def infer_outcome(
         return _killed(run, before, signum=-code if code < 0 else code - 128)
     if any(_OPENBLAS_OUT_OF_MEMORY in line for line in last):
         return _out_of_host_memory(run)
-    if code in _USER_CODES:
-        return _unwritten(run, last, code=code)
-    return _died(run, last, code=code)
+    found = _read_user_error(run, last, code) if code in _USER_CODES else None
+    return found or _died(run, last, code=code)
 
 
-def _unwritten(run: RunFolder, last: list[str], *, code: int) -> RunState:
-    """An error of the user's that the worker could not write down, as on a disk that is full."""
+def _read_user_error(run: RunFolder, last: list[str], code: int) -> RunState | None:
+    """An error of the user's that the worker could not write down, as on a full disk."""
     if shutil.disk_usage(run.path).free < _NO_SPACE_BYTES:
-        return make_outcome(
-            run,
-            RunStatus.FAILED,
-            exit_code=SetupError.exit_code,
-            problem=f"No space left on device: the disk of {run.path} is full. "
-            "The last checkpoint is intact.",
-            remedy=f"make room (df -h {shlex.quote(str(run.path))}), then start the same command "
-            "again",
-        )
-    said = [line.split("]:")[-1].strip() for line in last]
-    problems = [line.removeprefix("error: ") for line in said if line.startswith("error: ")]
-    remedies = [line.removeprefix("try: ") for line in said if line.startswith("try: ")]
+        problem = f"No space left on device: the disk of {run.path} is full. "
+        problem += "The last checkpoint is intact."
+        remedy = f"make room (df -h {shlex.quote(str(run.path))}), then start the same command "
+        return _failed(run, SetupError.exit_code, problem, f"{remedy}again")
+    lines = [line.split("]:")[-1].strip() for line in last]
+    problems = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    remedies = [line.removeprefix("try: ") for line in lines if line.startswith("try: ")]
     if not problems or not remedies:
-        return _died(run, last, code=code)
-    return make_outcome(
-        run, RunStatus.FAILED, exit_code=code, problem=problems[-1], remedy=remedies[-1]
-    )
+        return None
+    return _failed(run, code, problems[-1], remedies[-1])
 
 
 def make_outcome(
@@ -119,11 +111,11 @@ def make_outcome(
     remedy: str | None = None,
 ) -> RunState:
     """The last known state with another ending."""
-    held = read_state(run)
+    state = read_state(run)
     return RunState(
         status=status,
-        step=held.step if held else 0,
-        num_steps=held.num_steps if held else 0,
+        step=state.step if state else 0,
+        num_steps=state.num_steps if state else 0,
         problem=problem,
         remedy=remedy,
         exit_code=exit_code,
@@ -131,68 +123,51 @@ def make_outcome(
     )
 
 
+def _failed(run: RunFolder, exit_code: int, problem: str, remedy: str) -> RunState:
+    return make_outcome(run, RunStatus.FAILED, exit_code=exit_code, problem=problem, remedy=remedy)
+
+
 def _describe_step(run: RunFolder) -> str:
-    held = read_state(run)
-    return f" at step {held.step} of {held.num_steps}" if held and held.num_steps else ""
+    state = read_state(run)
+    return f" at step {state.step} of {state.num_steps}" if state and state.num_steps else ""
 
 
 def _killed(run: RunFolder, before: RunSnapshot, *, signum: int) -> RunState:
     at = _describe_step(run)
-    name = signal.Signals(signum).name if signum in set(signal.Signals) else f"signal {signum}"
     again = "start the same command again    (it goes on from the last checkpoint)"
     if signum != signal.SIGKILL:
+        name = signal.Signals(signum).name if signum in set(signal.Signals) else f"signal {signum}"
         problem = f"A worker died of {name}{at}; {run.log_path} has its last words."
-        return make_outcome(
-            run, RunStatus.FAILED, exit_code=EXIT_BUG, problem=problem, remedy=again
-        )
+        return _failed(run, EXIT_BUG, problem, again)
     if count_oom_kills() > before.num_oom_kills:
         return _out_of_host_memory(run)
-    return make_outcome(
-        run,
-        RunStatus.FAILED,
-        exit_code=UserError.exit_code,
-        problem=f"A worker was killed (SIGKILL){at}: by hand, by the batch system, or by the "
-        "kernel for want of host memory (sudo dmesg | grep -i oom tells).",
-        remedy=again,
-    )
+    problem = f"A worker was killed (SIGKILL){at}: by hand, by the batch system, or by the "
+    problem += "kernel for want of host memory (sudo dmesg | grep -i oom tells)."
+    return _failed(run, UserError.exit_code, problem, again)
 
 
 def _out_of_host_memory(run: RunFolder) -> RunState:
     """On a CPU a smaller plan helps; beside a GPU it is another memory that ran out."""
     if run.read_plan().hardware.node.gpu.is_cpu:
         return make_outcome(run, RunStatus.OUT_OF_MEMORY, exit_code=EXIT_OUT_OF_MEMORY)
-    return make_outcome(
-        run,
-        RunStatus.FAILED,
-        exit_code=SetupError.exit_code,
-        problem=f"The machine ran out of host memory{_describe_step(run)}, which ended a worker.",
-        remedy="free host memory, or plan without offload: --set offload=none",
-    )
+    problem = f"The machine ran out of host memory{_describe_step(run)}, which ended a worker."
+    remedy = "free host memory, or plan without offload: --set offload=none"
+    return _failed(run, SetupError.exit_code, problem, remedy)
 
 
 def _died(run: RunFolder, last: list[str], *, code: int) -> RunState:
-    """An exit without a word: an import that failed, or a bug."""
+    """An exit without a report: an import that failed, or a bug."""
     words = [
         found for line in last if (found := _EXCEPTION_LINE.match(line.split("]: ")[-1].strip()))
     ]
-    kind, said = (words[-1].group(1), words[-1].group(2) or "") if words else ("", "")
-    missing = _MISSING.search(said)
-    if missing is not None and missing.group(1).split(".")[0] != _OWN_PACKAGE:
-        return make_outcome(
-            run,
-            RunStatus.FAILED,
-            exit_code=SetupError.exit_code,
-            problem=f"Training needs the package {missing.group(1)}, which is not installed.",
-            remedy="pip install 'tightfit[train]'",
-        )
-    why = f"{kind}: {said[:300]}" if kind else f"exit code {code}, without a message"
-    return make_outcome(
-        run,
-        RunStatus.FAILED,
-        exit_code=EXIT_BUG,
-        problem=f"The worker failed: {why}.",
-        remedy=f"less {shlex.quote(str(run.log_path))}    (has the whole story)",
-    )
+    kind, message = (words[-1][1], words[-1][2] or "") if words else ("", "")
+    missing = _MISSING.search(message)
+    if missing is not None and missing[1].split(".")[0] != _OWN_PACKAGE:
+        problem = f"Training needs the package {missing[1]}, which is not installed."
+        return _failed(run, SetupError.exit_code, problem, "pip install 'tightfit[train]'")
+    why = f"{kind}: {message[:300]}" if kind else f"exit code {code}, without a message"
+    remedy = f"less {shlex.quote(str(run.log_path))}    (has the whole story)"
+    return _failed(run, EXIT_BUG, f"The worker failed: {why}.", remedy)
 
 
 def _code_of_rank(last: list[str], exit_code: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import subprocess
@@ -12,15 +13,16 @@ from pathlib import Path
 
 import psutil
 
-from tightfit.clusters.rendezvous import Rendezvous
-from tightfit.core.errors import SetupError
-from tightfit.core.training import MEMORY_VARIABLE
+from tightfit.clusters.nodes import Rendezvous
+from tightfit.core.child_process import follow_bound_parent
+from tightfit.core.errors import EXIT_REQUEUE, SetupError, UsageError, UserError
+from tightfit.core.strategy import MEMORY_VARIABLE
 from tightfit.planning.plan import Plan
-from tightfit.runs.run_folder import RunFolder
+from tightfit.runs.run_folder import RunFolder, RunState, RunStatus
 
 WORKER = "tightfit.training.worker"
 RUN_VARIABLE = "TIGHTFIT_RUN"
-"""Marks every process of a run, so that leftovers of a killed launcher can be told apart."""
+"""Marks every process of a run, so that leftovers of a killed launcher can be recognized."""
 LOOPBACK = "127.0.0.1"
 JOIN_SECONDS = 3600
 """How long a node waits for the others, at the start and after one was lost."""
@@ -44,27 +46,21 @@ def worker_command(
     meet = rendezvous or Rendezvous(
         endpoint=f"{LOOPBACK}:0", local_address=LOOPBACK, max_restarts=0
     )
+    is_host = "" if meet.is_here is None else f",is_host={str(meet.is_here).lower()}"
     options = {
         "--nnodes": strategy.num_nodes,
         "--nproc-per-node": strategy.gpus_per_node,
         "--rdzv-backend": "c10d",
         "--rdzv-endpoint": meet.endpoint,
         "--rdzv-id": f"{run.name}-{attempt}",
-        "--rdzv-conf": _rendezvous_settings(meet),
+        "--rdzv-conf": f"join_timeout={JOIN_SECONDS}{is_host}",
         "--max-restarts": meet.max_restarts,
     }
     if meet.local_address is not None:
         options["--local-addr"] = meet.local_address
     words = [word for name, value in options.items() for word in (name, str(value))]
     torchrun = [sys.executable, "-m", "torch.distributed.run", *words]
-    return [*torchrun, "-m", "tightfit.clusters.local.elastic", worker, str(run)]
-
-
-def _rendezvous_settings(meet: Rendezvous) -> str:
-    settings = f"join_timeout={JOIN_SECONDS}"
-    if meet.is_here is None:
-        return settings
-    return f"{settings},is_host={str(meet.is_here).lower()}"
+    return [*torchrun, "-m", "tightfit.clusters.local.workers", worker, str(run)]
 
 
 def worker_environment(
@@ -107,7 +103,7 @@ def worker_environment(
     return {**kept, RUN_VARIABLE: mark}
 
 
-# The processes of a run: started, told to stop, ended; leftovers found.
+# The processes of a run: started, asked to stop, ended; leftovers found.
 
 SAVE_SECONDS = 60.0
 """What leftovers of a killed launcher get to save in, before they are ended."""
@@ -122,8 +118,15 @@ def start_worker(
     # ignored there until a worker asks for it. The caller sets its own handlers after this.
     with suppress(ValueError):  # not in the main thread: nothing to protect
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    return start_with_log(command, run.log_path, environment)
+
+
+def start_with_log(
+    command: Sequence[str], log_path: Path, environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """A process in its own session that writes to the end of the log."""
     try:
-        with run.log_path.open("ab") as log:
+        with log_path.open("ab") as log:
             return subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -134,15 +137,15 @@ def start_worker(
             )
     except OSError as error:
         raise SetupError(
-            f"Cannot start the worker in {run.path}: {error.strerror or error}.",
+            f"Cannot start the worker in {log_path.parent}: {error.strerror or error}.",
             remedy="choose a folder that is writable and has free space: --output FOLDER",
         ) from error
 
 
 def ask_to_stop(process: subprocess.Popen[bytes], signum: signal.Signals) -> None:
-    """Pass the wish to the workers themselves: torchrun would give them 30 seconds to live.
+    """Pass the request to the workers themselves: torchrun would give them 30 seconds to live.
 
-    To a rank under torchrun SIGTERM is torchrun's word for a restart of the group, so
+    To a rank under torchrun SIGTERM is torchrun's signal for a restart of the group, so
     a stop comes as SIGUSR1 there.
     """
     try:
@@ -203,3 +206,45 @@ def find_leftovers(mark: str) -> list[psutil.Process]:
             if process.environ().get(RUN_VARIABLE) == mark:
                 found.append(process)
     return found
+
+
+# What torchrun starts on each rank: the worker, with exit codes as torchrun understands them.
+
+MAX_USER_CODE = 7
+
+
+def main(worker: str, run: str) -> int:
+    """Run the worker module's `main` in this process and translate how it ends."""
+    follow_bound_parent()
+    is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if is_restart and _is_final(RunFolder(path=Path(run))):
+        return 0
+    code = int(importlib.import_module(worker).main([run]))
+    return 0 if code == EXIT_REQUEUE else code
+
+
+def _is_final(run: RunFolder) -> bool:
+    try:
+        return is_final(run.read_state())
+    except UserError:
+        return False
+
+
+def is_final(state: RunState) -> bool:
+    """Whether starting the same plan again could change nothing.
+
+    A worker that lost its peer fails with 1, one with a bug with 70: those are worth
+    another start, as the node that was lost may come back.
+    """
+    if state.status is RunStatus.FAILED:
+        code = state.exit_code or 0
+        return UsageError.exit_code <= code <= MAX_USER_CODE
+    return state.status in (RunStatus.FINISHED, RunStatus.STOPPED, RunStatus.OUT_OF_MEMORY)
+
+
+if __name__ == "__main__":
+    exit_code = main(*sys.argv[1:3])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Leaving normally would wait for threads and ranks that may never answer.
+    os._exit(exit_code)

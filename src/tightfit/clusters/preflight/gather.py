@@ -5,53 +5,53 @@ Together they end in TOTAL_SECONDS whatever hangs: each takes its own time or wh
 
 from __future__ import annotations
 
-import sys
+import shlex
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 
-from tightfit.clusters.agents import AgentGoneError, AgentLine, RemoteAgent
-from tightfit.clusters.preflight.messages import (
+from tightfit.clusters.agents import AgentGoneError, RemoteAgent, after_setup
+from tightfit.clusters.preflight.findings import list_findings
+from tightfit.clusters.preflight.observations import (
     PROTOCOL,
     AllReduceResult,
-    ConnectionOutcome,
+    ClockOffset,
     ConnectionProbe,
     DatagramCount,
+    FolderObservations,
     FolderStep,
     ListenerPorts,
     NameLookup,
+    NodeAddresses,
     NodeFacts,
+    NodePair,
+    Observations,
     Route,
     StreamResult,
     TorchFacts,
-)
-from tightfit.clusters.preflight.observations import (
-    ClockOffset,
-    FolderObservations,
-    NodeAddresses,
-    NodePair,
-    Observations,
     addresses_on,
     choose_addresses,
     host_of,
 )
-from tightfit.core.errors import UserError
+from tightfit.clusters.site import Site
+from tightfit.core.child_process import Message
+from tightfit.core.errors import SetupError, UserError
+from tightfit.core.findings import Status
+from tightfit.core.frozen import Frozen
+from tightfit.hardware.checkup import Checkup
 
-AGENT = "tightfit.clusters.preflight.agent"
 END_SECONDS = 1.0
 GRACE_SECONDS = 0.5
-"""For an answer to travel, on top of what the question itself may take."""
-
-
-class NoAnswerError(Exception):
-    """A node gave no answer, or an error in place of one; the text says which."""
+"""For an answer to travel, on top of the time that the request itself may take."""
+Kind = TypeVar("Kind")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,160 +59,111 @@ class AgentCommand:
     """How the agents are started."""
 
     prefix: str
-    argv: tuple[str, ...] = (sys.executable, "-m", AGENT)
+    argv: tuple[str, ...]
     env: Mapping[str, str]
 
 
-class NodeAgent:
-    """One node's agent."""
-
-    def __init__(self, node: str) -> None:
-        self.node = node
-        self.error: str | None = None
-        """Why it does not run."""
-        self._remote: RemoteAgent | None = None
-        self._hello: Future[AgentLine] = Future()
-
-    def start(self, how: AgentCommand, seconds: float) -> None:
-        """Until it has said hello; `error` tells what went wrong."""
-        try:
-            remote = self._remote = RemoteAgent(
-                self.node, how.argv, prefix=how.prefix, env=how.env, on_news=self._greet
-            )
-        except UserError as error:
-            self.error = error.problem
-            return
-        either: list[Future[Any]] = [self._hello, remote.ended]
-        wait(either, timeout=seconds, return_when=FIRST_COMPLETED)
-        if self._hello.done():
-            self.error = _find_mismatch(self._hello.result())
-        elif remote.ended.done():
-            code = remote.wait_for_exit(END_SECONDS)
-            self.error = f"ended with exit code {code}{remote.last_words}"
-        else:
-            self.error = f"no answer in {seconds:.0f} s{remote.last_words}"
-
-    def _greet(self, line: AgentLine) -> None:
-        if "hello" in line and not self._hello.done():
-            self._hello.set_result(line)
-
-    def ask(self, question: str, seconds: float, given: Mapping[str, Any]) -> Any:
-        """The answer, or SilentAgentError when the time is over."""
-        if self.error is not None or self._remote is None:
-            raise NoAnswerError(self.error or "it was not started")
-        asked = self._remote.ask({"do": question, **given})
-        try:
-            reply = asked.result(timeout=max(seconds, 0.0) + GRACE_SECONDS)
-        except FutureTimeoutError:
-            raise NoAnswerError(f"no answer in {seconds:.0f} s") from None
-        except AgentGoneError as error:
-            raise NoAnswerError(str(error)) from None
-        if "error" in reply:
-            raise NoAnswerError(str(reply["error"]))
-        return reply["answer"]
-
-    def end(self) -> None:
-        if self._remote is not None:
-            self._remote.close(seconds=END_SECONDS)
-
-
-def _find_mismatch(hello: AgentLine) -> str | None:
-    if hello.get("protocol") == PROTOCOL:
-        return None
-    return f"tightfit {hello.get('version')} there does not speak with the one of this machine"
-
-
 class AgentPool:
-    """All agents. Questions go to all at once; who is silent is left out of the answers."""
+    """One agent per node. A request goes to all at once; nodes that do not answer are left out."""
 
     def __init__(self, nodes: Sequence[str]) -> None:
-        self.agents = {node: NodeAgent(node) for node in nodes}
+        self.nodes = nodes
+        self.absent: dict[str, str] = {}
+        """Nodes whose agent does not run, and why."""
         self.silent: dict[tuple[str, str], str] = {}
-        """Questions that a node did not answer, and why."""
-        self._pool = ThreadPoolExecutor(max_workers=2 * len(nodes) + 2)
-
-    def start(self, how: AgentCommand, seconds: float) -> None:
-        list(self._pool.map(lambda agent: agent.start(how, seconds), self.agents.values()))
+        """Node and request that was not answered, and why."""
+        self._agents: dict[str, RemoteAgent] = {}
 
     @property
     def present(self) -> list[str]:
-        return [node for node, agent in self.agents.items() if agent.error is None]
+        return [node for node in self.nodes if node in self._agents and node not in self.absent]
+
+    def start(self, how: AgentCommand, seconds: float) -> None:
+        """Until all have sent their greeting; those that did not are in `absent`."""
+        greetings: dict[str, Future[Message]] = {}
+        for node in self.nodes:
+            greeting: Future[Message] = Future()
+
+            def greet(message: Message, greeting: Future[Message] = greeting) -> None:
+                if "hello" in message and not greeting.done():
+                    greeting.set_result(message)
+
+            try:
+                self._agents[node] = RemoteAgent(
+                    node, how.argv, prefix=how.prefix, env=how.env, on_news=greet
+                )
+                greetings[node] = greeting
+            except UserError as error:
+                self.absent[node] = error.problem
+        end = time.monotonic() + seconds
+        for node, greeting in greetings.items():
+            agent = self._agents[node]
+            either: list[Future[Any]] = [greeting, agent.ended]
+            left = max(0.0, end - time.monotonic())
+            wait(either, timeout=left, return_when=FIRST_COMPLETED)
+            if greeting.done():
+                hello = greeting.result()
+                if hello.get("protocol") != PROTOCOL:
+                    self.absent[node] = (
+                        f"tightfit {hello.get('version')} there does not match this machine's"
+                    )
+            elif agent.ended.done():
+                code = agent.wait_for_exit(END_SECONDS)
+                self.absent[node] = f"ended with exit code {code}{agent.last_words}"
+            else:
+                self.absent[node] = f"no answer in {seconds:.0f} s{agent.last_words}"
 
     def ask(
-        self, question: str, seconds: float, given: Mapping[str, Mapping[str, Any]] | None = None
+        self, do: str, seconds: float, given: Mapping[str, Mapping[str, Any]] | None = None
     ) -> dict[str, Any]:
-        """What each present node answers; `given` by node, and only to the nodes in it."""
-        nodes = self.present if given is None else [n for n in given if n in self.present]
+        """Each present node's answer; with `given`, arguments by node, only of the nodes in it."""
+        wanted = {node: {} for node in self.present} if given is None else given
         asked = {
-            node: self._pool.submit(
-                self.agents[node].ask, question, seconds, (given or {}).get(node, {})
-            )
-            for node in nodes
+            node: self._agents[node].ask(do, **arguments)
+            for node, arguments in wanted.items()
+            if node in self.present
         }
+        end = time.monotonic() + max(seconds, 0.0) + GRACE_SECONDS
         answers = {}
         for node, future in asked.items():
             try:
-                answers[node] = future.result()
-            except NoAnswerError as error:
-                self.silent[(node, question)] = str(error)
+                answers[node] = future.result(timeout=max(0.0, end - time.monotonic()))
+            except FutureTimeoutError:
+                self.silent[(node, do)] = f"no answer in {seconds:.0f} s"
+            except (AgentGoneError, UserError, RuntimeError) as error:
+                self.silent[(node, do)] = str(error)
         return answers
 
+    def ask_for(
+        self,
+        kind: type[Kind],
+        do: str,
+        seconds: float,
+        given: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> dict[str, Kind]:
+        """The same, as values of a type."""
+        adapter: TypeAdapter[Kind] = TypeAdapter(kind)
+        answers = self.ask(do, seconds, given)
+        return {node: adapter.validate_python(answer) for node, answer in answers.items()}
+
     def end(self) -> None:
-        list(self._pool.map(NodeAgent.end, self.agents.values()))
-        self._pool.shutdown(wait=False)
+        with ThreadPoolExecutor(max_workers=len(self._agents) or 1) as pool:
+            list(pool.map(lambda agent: agent.close(seconds=END_SECONDS), self._agents.values()))
 
-
-# The rounds with the shared folder: planted by one node, found and raced for by all.
-
-FOLDER_SECONDS = 8.0
-
-
-def check_shared_folder(
-    observed: FolderObservations, pool: AgentPool, left: Callable[[float], float]
-) -> None:
-    """Fill `observed`; what was planted is removed again."""
-    nodes = pool.present
-    if not nodes:
-        return
-    nonce = uuid.uuid4().hex
-    place = str(PurePosixPath(observed.path) / f".tightfit-preflight-{nonce[:12]}")
-
-    def step(name: str, who: Sequence[str], **given: Any) -> dict[str, FolderStep]:
-        wanted = {node: {"step": name, "place": place, "given": given} for node in who}
-        reply = pool.ask("folder", left(FOLDER_SECONDS), wanted)
-        return {node: FolderStep.model_validate(answer) for node, answer in reply.items()}
-
-    first, others = nodes[0], nodes[1:]
-    observed.planted = step("plant", [first], nonce=nonce).get(first)
-    if observed.planted is None or not observed.planted.is_done:
-        return
-    observed.found = step("find", others, nonce=nonce, seconds=left(FOLDER_SECONDS))
-    finders = [node for node in others if node in observed.found and observed.found[node].is_done]
-    everyone = [first, *finders]
-    observed.raced = step("race", everyone, nonce=nonce)
-    wrote = [reply.wrote for reply in observed.raced.values() if reply.is_done]
-    observed.renamed = step(
-        "see_renamed", everyone, names=wrote, nonce=nonce, seconds=left(FOLDER_SECONDS)
-    )
-    if finders and first in step("grow", [first], nonce=nonce):
-        observed.grown = step("see_grown", finders, nonce=nonce, seconds=left(FOLDER_SECONDS))
-    step("remove", [first])
-
-
-# The rounds: what is asked of all nodes, in which order, and how long each may take.
 
 TOTAL_SECONDS = 54.0
 START_SECONDS = 20.0
 FACTS_SECONDS = 8.0
 LOOKUP_SECONDS = 10.0
 OPEN_SECONDS = 3.0
-KNOCK_SECONDS = 5.0
-SPRAY_SECONDS = 4.0
+CONNECT_SECONDS = 5.0
+DATAGRAM_SECONDS = 4.0
 STREAM_SECONDS = 1.5
 TORCH_SECONDS = 20.0
 REDUCE_SECONDS = 15.0
-REDUCE_RESERVE_SECONDS = 6.0
-"""An all-reduce with less time than this would tell nothing."""
+MIN_REDUCE_SECONDS = 6.0
+"""An all-reduce with less time than this would show nothing."""
+FOLDER_SECONDS = 8.0
 NUM_CLOCK_ASKS = 8
 NUM_SMALL, NUM_LARGE = 200, 4
 FEW_NODES = 16
@@ -223,7 +174,7 @@ ReportProgress = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreflightRequest:
-    """What `tightfit preflight` was asked."""
+    """The nodes to check, how their agents start, and what the job will use."""
 
     nodes: tuple[str, ...]
     start: AgentCommand
@@ -233,11 +184,11 @@ class PreflightRequest:
 
 
 class Collector:
-    """One preflight under way."""
+    """Asks the nodes, round by round, and fills `observed`."""
 
-    def __init__(self, request: PreflightRequest, tell: ReportProgress) -> None:
+    def __init__(self, request: PreflightRequest, report: ReportProgress) -> None:
         self.request = request
-        self.report = tell
+        self.report = report
         self.pool = AgentPool(request.nodes)
         self.observed = Observations(
             nodes=request.nodes, port=request.port, interface=request.interface
@@ -250,126 +201,106 @@ class Collector:
         return max(0.0, min(most, TOTAL_SECONDS - passed))
 
     def run(self) -> Observations:
-        aside = ThreadPoolExecutor(max_workers=1)
+        observed = self.observed
+        beside = ThreadPoolExecutor(max_workers=1)
         try:
-            self._start()
-            folder = aside.submit(self._look_at_folder) if self.request.shared else None
-            self._look_at_nodes()
-            if len(self.observed.present) > 1:
-                self._look_at_network()
-            self._look_at_torch()
-            _wait(folder)
+            self.report(f"starting an agent on each of {len(self.request.nodes)} nodes")
+            self.pool.start(self.request.start, self.left(START_SECONDS))
+            observed.absent = self.pool.absent
+            self.pool.ask("torch_start", self.left(OPEN_SECONDS))
+            # Beside the other rounds: a file system that hangs takes none of their time.
+            folder = beside.submit(self._check_folder)
+            self._check_nodes()
+            if len(observed.present) > 1:
+                self._check_network()
+            self._check_torch()
+            folder.result()
         finally:
             self.pool.end()
-            aside.shutdown(wait=False)
-        self.observed.silent = dict(self.pool.silent)
-        self.observed.seconds = time.monotonic() - self._begin
-        return self.observed
+            beside.shutdown(wait=False)
+        observed.silent = self.pool.silent
+        observed.seconds = time.monotonic() - self._begin
+        return observed
 
-    def _start(self) -> None:
-        self.report(f"starting an agent on each of {len(self.request.nodes)} nodes")
-        self.pool.start(self.request.start, self.left(START_SECONDS))
-        self.observed.absent = {
-            node: agent.error for node, agent in self.pool.agents.items() if agent.error is not None
-        }
-        self.pool.ask("torch_start", self.left(OPEN_SECONDS))
-
-    def _look_at_nodes(self) -> None:
+    def _check_nodes(self) -> None:
         self.report("versions, devices, clocks and names")
         observed = self.observed
-        observed.facts = {
-            node: NodeFacts.model_validate(reply)
-            for node, reply in self.pool.ask("facts", self.left(FACTS_SECONDS)).items()
-        }
-        observed.clocks = self._read_clocks()
+        observed.facts = self.pool.ask_for(NodeFacts, "facts", self.left(FACTS_SECONDS))
+        self._read_clocks()
         hosts = [host_of(node) for node in self.request.nodes]
-        wanted = {
+        names = {
             node: {"names": list(dict.fromkeys([*hosts, facts.hostname]))}
             for node, facts in observed.facts.items()
         }
-        reply = self.pool.ask("lookup", self.left(LOOKUP_SECONDS), wanted)
-        observed.lookups = {node: _read(list[NameLookup], answer) for node, answer in reply.items()}
+        seconds = self.left(LOOKUP_SECONDS)
+        observed.lookups = self.pool.ask_for(list[NameLookup], "lookup", seconds, names)
 
-    def _read_clocks(self) -> dict[str, ClockOffset]:
-        """One node after the other, so that no question waits for another."""
-        found: dict[str, ClockOffset] = {}
+    def _read_clocks(self) -> None:
+        """One node after the other, so that no request waits for another."""
+        clocks = self.observed.clocks
         for node in self.observed.facts:
             for _ in range(NUM_CLOCK_ASKS):
                 before = time.time()
-                reply = self.pool.ask("clock", self.left(1.0), {node: {}}).get(node)
+                answer = self.pool.ask("clock", self.left(1.0), {node: {}}).get(node)
                 after = time.time()
-                if reply is None:
+                if answer is None:
                     break
-                clock = ClockOffset(
-                    offset_seconds=float(reply) - (before + after) / 2,
-                    error_seconds=(after - before) / 2,
-                )
-                if node not in found or clock.error_seconds < found[node].error_seconds:
-                    found[node] = clock
-        return found
+                error = (after - before) / 2
+                if node not in clocks or error < clocks[node].error_seconds:
+                    offset = float(answer) - (before + after) / 2
+                    clocks[node] = ClockOffset(offset_seconds=offset, error_seconds=error)
 
-    def _look_at_network(self) -> None:
+    def _check_network(self) -> None:
         observed = self.observed
         observed.defaults = choose_addresses(observed.facts, observed.lookups)
         if observed.interface is not None:
             observed.requested = addresses_on(observed.facts, observed.interface)
         self.report("the port, and every node from every other")
-        self._open_ports()
+        ports = {
+            node: {"rendezvous_port": observed.port if node == observed.head else None}
+            for node in observed.present
+        }
+        observed.ports = self.pool.ask_for(ListenerPorts, "open", self.left(OPEN_SECONDS), ports)
         self._find_routes()
-        if self._is_asked_whole():
+        observed.addresses = observed.defaults
+        if self._is_requested_device_usable():
             observed.requested_probes = self._probe(observed.requested)
-        works = any(
-            probe.outcome is ConnectionOutcome.OK for probe in observed.requested_probes.values()
-        )
-        observed.addresses = observed.requested if works else observed.defaults
-        observed.probes = observed.requested_probes if works else self._probe(observed.defaults)
-        self._probe_port()
+        if any(probe.is_ok for probe in observed.requested_probes.values()):
+            observed.addresses = observed.requested
+            observed.probes = observed.requested_probes
+        else:
+            observed.probes = self._probe(observed.defaults)
+        self._probe_rendezvous_port()
         self.report("loss in each direction")
         self._send_datagrams()
         self.report("bandwidth of each link")
         self._stream()
 
-    def _is_asked_whole(self) -> bool:
-        """Whether the device that was asked for is on all nodes and carries the ways between."""
+    def _find_routes(self) -> None:
+        observed = self.observed
+        places = [*observed.defaults.values(), *observed.requested.values()]
+        wanted = {
+            node: {"addresses": list(dict.fromkeys(p.address for p in places if p.node != node))}
+            for node in observed.present
+        }
+        seconds = self.left(CONNECT_SECONDS)
+        for node, routes in self.pool.ask_for(list[Route], "routes", seconds, wanted).items():
+            observed.routes[node] = {route.address: route for route in routes}
+
+    def _is_requested_device_usable(self) -> bool:
+        """Whether all nodes have the requested device, and send to each other over it."""
         observed = self.observed
         if len(observed.requested) != len(observed.present):
             return False
-        return all(
-            self._device_to(source, observed.requested[target].address) == observed.interface
-            for source, target in self._pairs(observed.requested)
-        )
+        for source, target in self._pairs(observed.requested):
+            route = observed.routes.get(source, {}).get(observed.requested[target].address)
+            if route is None or route.device != observed.interface:
+                return False
+        return True
 
-    def _device_to(self, node: str, address: str) -> str | None:
-        route = self.observed.routes.get(node, {}).get(address)
-        return route.device if route else None
-
-    def _open_ports(self) -> None:
-        wanted = {
-            node: {"port": self.observed.port if node == self.observed.head else None}
-            for node in self.observed.present
-        }
-        reply = self.pool.ask("open", self.left(OPEN_SECONDS), wanted)
-        self.observed.ports = {
-            node: ListenerPorts.model_validate(answer) for node, answer in reply.items()
-        }
-
-    def _find_routes(self) -> None:
-        observed = self.observed
-        node_addresses = [*observed.defaults.values(), *observed.requested.values()]
-        wanted = {
-            node: {
-                "addresses": list(
-                    dict.fromkeys(s.address for s in node_addresses if s.node != node)
-                )
-            }
-            for node in observed.present
-        }
-        for node, answer in self.pool.ask("routes", self.left(KNOCK_SECONDS), wanted).items():
-            observed.routes[node] = {route.address: route for route in _read(list[Route], answer)}
-
-    def _pairs(self, node_addresses: NodeAddresses) -> list[NodePair]:
-        """Who tries whom."""
-        nodes = [node for node in self.observed.present if node in node_addresses]
+    def _pairs(self, addresses: NodeAddresses) -> list[NodePair]:
+        """Which node tries which."""
+        nodes = [node for node in self.observed.present if node in addresses]
         if len(nodes) <= FEW_NODES:
             return [(a, b) for a in nodes for b in nodes if a != b]
         ring = dict.fromkeys(
@@ -381,92 +312,80 @@ class Collector:
         )
         return list(ring)
 
-    def _probe(self, node_addresses: NodeAddresses) -> dict[NodePair, ConnectionProbe]:
-        seconds = self.left(KNOCK_SECONDS)
-        wanted: dict[str, dict[str, Any]] = {}
-        for source, target in self._pairs(node_addresses):
+    def _probe(self, addresses: NodeAddresses) -> dict[NodePair, ConnectionProbe]:
+        seconds = self.left(CONNECT_SECONDS)
+        targets: dict[str, list[Message]] = defaultdict(list)
+        for source, target in self._pairs(addresses):
             if target in self.observed.ports:
-                ask = wanted.setdefault(source, {"targets": [], "seconds": seconds})
-                ask["targets"].append(
-                    {
-                        "node": target,
-                        "address": node_addresses[target].address,
-                        "port": self.observed.ports[target].tcp_port,
-                        "is_ours": True,
-                    }
-                )
-        reply = self.pool.ask("connect", seconds, wanted)
-        return {
-            (node, probe.node): probe
-            for node, answer in reply.items()
-            for probe in _read(list[ConnectionProbe], answer)
-        }
+                place, port = addresses[target].address, self.observed.ports[target].tcp_port
+                targets[source].append(_make_target(target, place, port))
+        wanted = {node: {"targets": held, "seconds": seconds} for node, held in targets.items()}
+        answers = self.pool.ask_for(list[ConnectionProbe], "connect", seconds, wanted)
+        return {(node, probe.node): probe for node, probes in answers.items() for probe in probes}
 
-    def _probe_port(self) -> None:
-        """The first node's rendezvous port, as the others will do, and it itself."""
+    def _probe_rendezvous_port(self) -> None:
+        """Of the first node, from all nodes, itself included."""
         observed = self.observed
         head = observed.addresses.get(observed.head)
-        if head is None or observed.head not in observed.ports:
+        ports = observed.ports.get(observed.head)
+        if head is None or ports is None:
             return
-        target = {
-            "node": observed.head,
-            "address": head.address,
-            "port": observed.port,
-            "is_ours": observed.ports[observed.head].rendezvous_error is None,
-        }
-        seconds = self.left(KNOCK_SECONDS)
+        is_ours = ports.rendezvous_error is None
+        target = _make_target(observed.head, head.address, observed.port, is_ours=is_ours)
+        seconds = self.left(CONNECT_SECONDS)
         wanted = {node: {"targets": [target], "seconds": seconds} for node in observed.present}
-        for node, answer in self.pool.ask("connect", seconds, wanted).items():
-            observed.port_probes[node] = _read(list[ConnectionProbe], answer)[0]
+        answers = self.pool.ask_for(list[ConnectionProbe], "connect", seconds, wanted)
+        observed.port_probes = {node: probes[0] for node, probes in answers.items()}
 
     def _send_datagrams(self) -> None:
-        """What arrives is held against what its source says it has sent, in time."""
+        """What arrives is compared with what its source reports to have sent, in time."""
         observed = self.observed
         pairs = [
             (source, target)
             for source, target in self._pairs(observed.addresses)
             if target in observed.ports and ":" not in observed.addresses[target].address
         ]
-        observed.sent = self.pool.ask(
-            "datagrams", self.left(SPRAY_SECONDS), self._plan_datagrams(pairs)
-        )
-        time.sleep(self.left(0.3))  # for the last of them to arrive
-        wanted: dict[str, dict[str, list[int]]] = {}
-        for source, target in pairs:
-            if source in observed.sent:
-                ask = wanted.setdefault(target, {"senders": []})
-                ask["senders"].append(observed.nodes.index(source))
-        for node, answer in self.pool.ask("received", self.left(OPEN_SECONDS), wanted).items():
-            for received in _read(list[DatagramCount], answer):
-                observed.received[(observed.nodes[received.sender], node)] = received
-
-    def _plan_datagrams(self, pairs: list[NodePair]) -> dict[str, dict[str, Any]]:
-        observed = self.observed
-        wanted: dict[str, dict[str, Any]] = {}
+        targets: dict[str, list[Message]] = defaultdict(list)
         for source, target in pairs:
             mtu = min(observed.addresses[source].mtu, observed.addresses[target].mtu)
-            amounts = {"num_small": NUM_SMALL, "num_large": NUM_LARGE}
-            sender = observed.nodes.index(source)
-            ask = wanted.setdefault(source, {"targets": [], "sender": sender, **amounts})
-            ask["targets"].append(
+            targets[source].append(
                 {
                     "address": observed.addresses[target].address,
                     "port": observed.ports[target].udp_port,
                     "large_bytes": min(max(mtu, 576), 65_535) - IP_UDP_HEADER_BYTES,
                 }
             )
-        return wanted
+        wanted = {
+            node: {
+                "targets": held,
+                "sender": observed.nodes.index(node),
+                "num_small": NUM_SMALL,
+                "num_large": NUM_LARGE,
+            }
+            for node, held in targets.items()
+        }
+        observed.sent = self.pool.ask("datagrams", self.left(DATAGRAM_SECONDS), wanted)
+        time.sleep(self.left(0.3))  # for the last of them to arrive
+        senders: dict[str, list[int]] = defaultdict(list)
+        for source, target in pairs:
+            if source in observed.sent:
+                senders[target].append(observed.nodes.index(source))
+        asked = {node: {"senders": held} for node, held in senders.items()}
+        seconds = self.left(OPEN_SECONDS)
+        answers = self.pool.ask_for(list[DatagramCount], "received", seconds, asked)
+        for node, counts in answers.items():
+            for received in counts:
+                observed.received[(observed.nodes[received.sender], node)] = received
 
     def _stream(self) -> None:
-        """Round the ring, all at once: each node sends to one and receives from one."""
+        """Around the ring, all at once: each node sends to one and receives from one."""
         observed = self.observed
         nodes = [
             node
             for node in observed.present
             if node in observed.addresses and node in observed.ports
         ]
-        ring = zip(nodes, [*nodes[1:], *nodes[:1]], strict=True)
-        seconds = min(STREAM_SECONDS, self.left(STREAM_SECONDS))
+        seconds = self.left(STREAM_SECONDS)
         wanted = {
             source: {
                 "node": target,
@@ -474,19 +393,18 @@ class Collector:
                 "port": observed.ports[target].tcp_port,
                 "seconds": seconds,
             }
-            for source, target in ring
+            for source, target in zip(nodes, [*nodes[1:], *nodes[:1]], strict=True)
             if source != target and observed.is_open((source, target))
         }
-        reply = self.pool.ask("stream", seconds + 2.0, wanted)
-        for node, answer in reply.items():
-            stream = StreamResult.model_validate(answer)
+        for node, stream in self.pool.ask_for(
+            StreamResult, "stream", seconds + 2.0, wanted
+        ).items():
             observed.streams[(node, stream.node)] = stream
 
-    def _look_at_torch(self) -> None:
-        observed = self.observed
+    def _check_torch(self) -> None:
         self.report("torch on each node")
-        reply = self.pool.ask("torch", self.left(TORCH_SECONDS))
-        observed.torch = {node: TorchFacts.model_validate(answer) for node, answer in reply.items()}
+        observed = self.observed
+        observed.torch = self.pool.ask_for(TorchFacts, "torch", self.left(TORCH_SECONDS))
         observed.no_all_reduce = self._why_no_all_reduce()
         if observed.no_all_reduce is None:
             self.report("all-reduce over all nodes")
@@ -494,23 +412,22 @@ class Collector:
 
     def _why_no_all_reduce(self) -> str | None:
         observed = self.observed
-        loaded = [
-            n for n in observed.nodes if n in observed.torch and observed.torch[n].error is None
-        ]
-        closed = [pair for pair in self._pairs(observed.addresses) if not observed.is_open(pair)]
-        doubts = {
-            "there is only one node": len(observed.nodes) == 1,
-            "not every node answers": len(observed.present) < len(observed.nodes),
-            "torch does not load on every node": len(loaded) < len(observed.nodes),
-            "not every node reaches every other": closed
-            or len(observed.addresses) < len(observed.nodes),
-            f"port {observed.port} of {observed.head} is not to be had": any(
-                probe.outcome is not ConnectionOutcome.OK for probe in observed.port_probes.values()
-            )
-            or any(ports.rendezvous_error for ports in observed.ports.values()),
-            "the other checks took the time": self.left(REDUCE_SECONDS) < REDUCE_RESERVE_SECONDS,
+        num_nodes = len(observed.nodes)
+        num_loaded = sum(facts.error is None for facts in observed.torch.values())
+        is_connected = all(observed.is_open(pair) for pair in self._pairs(observed.addresses))
+        is_port_free = all(probe.is_ok for probe in observed.port_probes.values()) and not any(
+            ports.rendezvous_error for ports in observed.ports.values()
+        )
+        reasons = {
+            "there is only one node": num_nodes == 1,
+            "not every node answers": len(observed.present) < num_nodes,
+            "torch does not load on every node": num_loaded < num_nodes,
+            "not every node reaches every other": not is_connected
+            or len(observed.addresses) < num_nodes,
+            f"port {observed.port} of {observed.head} is not available": not is_port_free,
+            "the other checks took the time": self.left(REDUCE_SECONDS) < MIN_REDUCE_SECONDS,
         }
-        return next((why for why, is_so in doubts.items() if is_so), None)
+        return next((why for why, is_so in reasons.items() if is_so), None)
 
     def _reduce(self) -> None:
         observed = self.observed
@@ -519,36 +436,158 @@ class Collector:
         seconds = self.left(REDUCE_SECONDS)
         wanted = {
             node: {
-                "given": {
-                    "backend": "nccl" if has_gpus else "gloo",
-                    "address": observed.addresses[observed.head].address,
-                    "port": observed.port,
-                    "rank": rank,
-                    "world_size": len(observed.nodes),
-                    "device": observed.addresses[node].device,
-                    "seconds": seconds,
-                }
+                "backend": "nccl" if has_gpus else "gloo",
+                "address": observed.addresses[observed.head].address,
+                "port": observed.port,
+                "rank": rank,
+                "world_size": len(observed.nodes),
+                "device": observed.addresses[node].device,
+                "seconds": seconds,
             }
             for rank, node in enumerate(observed.nodes)
         }
-        reply = self.pool.ask("reduce", seconds, wanted)
-        found = [AllReduceResult.model_validate(answer) for answer in reply.values()]
-        errors = [reduce for reduce in found if reduce.error]
+        found = list(self.pool.ask_for(AllReduceResult, "reduce", seconds, wanted).values())
+        errors = [result for result in found if result.error]
         if len(found) < len(observed.nodes) and not errors:
             errors = [AllReduceResult(error=f"it did not end in {seconds:.0f} s")]
         observed.reduce = errors[0] if errors else max(found, key=lambda r: r.seconds)
 
-    def _look_at_folder(self) -> None:
-        """Beside the other rounds: a file system that hangs takes no time of theirs."""
-        assert self.request.shared is not None
-        self.observed.folder = FolderObservations(path=self.request.shared)
-        check_shared_folder(self.observed.folder, self.pool, self.left)
+    def _check_folder(self) -> None:
+        """A file planted by the first node is found by all; all race for names; then it grows."""
+        nodes = self.pool.present
+        if self.request.shared is None:
+            return
+        observed = self.observed.folder = FolderObservations(path=self.request.shared)
+        if not nodes:
+            return
+        nonce = uuid.uuid4().hex
+        folder = str(PurePosixPath(observed.path) / f".tightfit-preflight-{nonce[:12]}")
+
+        def step(name: str, who: Sequence[str], names: Sequence[str] = ()) -> dict[str, FolderStep]:
+            seconds = self.left(FOLDER_SECONDS)
+            given: Message = {"step": name, "folder": folder, "nonce": nonce}
+            given |= {"names": list(names), "seconds": seconds}
+            return self.pool.ask_for(FolderStep, "folder", seconds, dict.fromkeys(who, given))
+
+        first, others = nodes[0], nodes[1:]
+        observed.planted = step("plant", [first]).get(first)
+        if observed.planted is None or not observed.planted.is_done:
+            return
+        observed.found = step("find", others)
+        finders = [node for node, found in observed.found.items() if found.is_done]
+        observed.raced = step("race", [first, *finders])
+        wrote = [raced.wrote for raced in observed.raced.values() if raced.is_done]
+        observed.renamed = step("see_renamed", [first, *finders], wrote)
+        if finders and step("grow", [first]):
+            observed.grown = step("see_grown", finders)
+        step("remove", [first])
 
 
-def _wait(task: Future[None] | None) -> None:
-    if task is not None:
-        task.result()
+def _make_target(node: str, address: str, port: int, *, is_ours: bool = True) -> Message:
+    return {"node": node, "address": address, "port": port, "is_ours": is_ours}
 
 
-def _read(kind: Any, answer: Any) -> Any:
-    return TypeAdapter(kind).validate_python(answer)
+# A whole preflight: ask the nodes, judge, report the findings and the options for the job.
+
+AGENT = "tightfit.clusters.preflight.agent"
+DROPPED_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK")
+"""A job's own, which torch would follow in place of what it is given."""
+
+
+class NodeReport(Frozen):
+    """One node, and how `tightfit train` is to be started there."""
+
+    name: str
+    address: str | None
+    interface: str | None
+    clock_offset_seconds: float | None
+    """Ahead of the machine that asked."""
+    facts: NodeFacts | None
+    options: tuple[str, ...]
+    """Empty where the nodes cannot meet."""
+
+
+class LinkReport(Frozen):
+    """One direction between two nodes. None: not measured."""
+
+    source: str
+    target: str
+    outcome: str
+    rtt_seconds: float | None
+    lost_fraction: float | None
+    bytes_per_second: float | None
+    resent_fraction: float | None
+
+
+class PreflightReport(Checkup):
+    """What was found, and what to do with it."""
+
+    seconds: float
+    nodes: tuple[NodeReport, ...]
+    links: tuple[LinkReport, ...]
+    all_reduce: AllReduceResult | None
+
+
+def make_agent_command(site: Site, prefix: str) -> AgentCommand:
+    """The agent's command as the site starts everything: set-up lines first, then its Python."""
+    unset = [word for name in DROPPED_VARIABLES for word in ("-u", name)]
+    argv = after_setup(site, [*site.python_argv, "-m", AGENT])
+    if site.container_image is not None and prefix.startswith("srun "):
+        prefix = f"{prefix} --container-image={shlex.quote(site.container_image)}"
+    return AgentCommand(prefix=prefix, argv=("env", *unset, *argv), env=site.environment)
+
+
+def run_preflight(request: PreflightRequest, report: ReportProgress) -> PreflightReport:
+    """In less than a minute, whatever is wrong."""
+    return make_preflight_report(Collector(request, report).run())
+
+
+def make_preflight_report(observed: Observations) -> PreflightReport:
+    findings = tuple(list_findings(observed))
+    worst = max((f.status for f in findings), key=list(Status).index, default=Status.OK)
+    return PreflightReport(
+        findings=findings,
+        worst=worst,
+        exit_code=SetupError.exit_code if worst is Status.ERROR else 0,
+        seconds=observed.seconds,
+        nodes=tuple(_report_node(observed, rank, node) for rank, node in enumerate(observed.nodes)),
+        links=tuple(_report_link(observed, *pair) for pair in observed.probes),
+        all_reduce=observed.reduce,
+    )
+
+
+def _report_node(observed: Observations, rank: int, node: str) -> NodeReport:
+    place = observed.addresses.get(node)
+    clock = observed.clocks.get(node)
+    options: tuple[str, ...] = ()
+    # Everything torchrun would guess is stated: names, addresses and devices do not matter then.
+    if place is not None and 1 < len(observed.nodes) == len(observed.addresses):
+        options = (
+            "--nodes", str(len(observed.nodes)),
+            "--rendezvous", f"{observed.addresses[observed.head].address}:{observed.port}",
+            "--node-rank", str(rank),
+            "--local-addr", place.address,
+            "--interface", place.device,
+        )  # fmt: skip
+    return NodeReport(
+        name=node,
+        address=place.address if place else None,
+        interface=place.device if place else None,
+        clock_offset_seconds=clock.offset_seconds if clock else None,
+        facts=observed.facts.get(node),
+        options=options,
+    )
+
+
+def _report_link(observed: Observations, source: str, target: str) -> LinkReport:
+    probe = observed.probes[(source, target)]
+    stream = observed.streams.get((source, target))
+    return LinkReport(
+        source=source,
+        target=target,
+        outcome=probe.outcome.value,
+        rtt_seconds=probe.rtt_seconds,
+        lost_fraction=observed.lost_fraction((source, target)),
+        bytes_per_second=stream.bytes_per_second if stream else None,
+        resent_fraction=stream.resent_fraction if stream else None,
+    )

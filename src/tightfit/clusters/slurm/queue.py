@@ -9,18 +9,18 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
 from pydantic import ValidationError
 
+from tightfit.clusters.follow import follow_job
+from tightfit.clusters.protocol import RunObserver
 from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError, UsageError, UserError
 from tightfit.core.files import write_atomic
 from tightfit.core.frozen import Frozen
-from tightfit.core.locks import locked_file
-from tightfit.hardware.commands import RunCommand, run_command
+from tightfit.hardware.inventory import RunCommand, run_command
 from tightfit.runs.run_folder import RunFolder
 
 _OPTION = re.compile(r"^#SBATCH --([a-z-]+)", re.MULTILINE)
@@ -45,7 +45,7 @@ _OVERRIDES = {
 
 
 def list_overriding(script: str, environ: Mapping[str, str]) -> list[str]:
-    """Those that are set and contradict the script; what it leaves open they may say."""
+    """Those that are set and contradict the script; what it leaves open they may set."""
     stated = _OPTION.findall(script)
     names = [f"SBATCH_{name}" for option in stated for name in _OVERRIDES.get(option, ())]
     return [name for name in dict.fromkeys(names) if name in environ]
@@ -113,12 +113,12 @@ _COLUMNS = (
 _SQUEUE = ",".join(f"{name}:{width}" for name, width in _COLUMNS)
 _SACCT = "JobID,State,ExitCode,NodeList,Reason"
 _TEST_ONLY = 'sbatch --test-only "$1" 2>&1 || true'
-"""sbatch tells what it found on stderr, whether it is good or bad."""
+"""sbatch reports both acceptance and refusal on stderr."""
 _BATCH_ID = re.compile(r"(\d+)(?:_(\d+))?")
 
 
 class JobState(str, Enum):
-    """What Slurm says of a job, its rarer words folded into these."""
+    """Slurm's states of a job, its rarer ones mapped to these."""
 
     PENDING = "PENDING"
     RUNNING = "RUNNING"
@@ -176,7 +176,7 @@ class JobStatus:
     task: int | None
     state: JobState
     reason: str = ""
-    """Why it waits, in Slurm's word; empty where there is nothing to tell."""
+    """Why it waits, in Slurm's word; empty where Slurm gives none."""
     nodes: str = ""
     """As Slurm writes host lists."""
     num_restarts: int = 0
@@ -223,15 +223,12 @@ def _unset(path: Path) -> list[str]:
     return ["env", *(f"--unset={name}" for name in names)] if names else []
 
 
-check_script.__test__ = False  # type: ignore[attr-defined]  # pytest takes it for a test by its name
-
-
 def read_jobs(ids: Sequence[str], *, run: RunCommand = run_command) -> tuple[JobStatus, ...]:
     """Every job and array task of `ids`, in their order; UNKNOWN where Slurm has forgotten it."""
     if not ids:
         return ()
     wanted = [_check_id(text) for text in ids]
-    found = _ask_squeue(wanted, run)
+    found = [*_ask_squeue(wanted, run)]
     gone = [text for text in wanted if not any(_is_of(text, status) for status in found)]
     if gone:
         found += _ask_sacct(gone, run)
@@ -251,12 +248,18 @@ def read_jobs(ids: Sequence[str], *, run: RunCommand = run_command) -> tuple[Job
 def find_queued(script: Path, *, run: RunCommand = run_command) -> tuple[str, str] | None:
     """Number and partition of this user's newest job from that file that is not over."""
     try:
-        output = run(("squeue", "-h", "--me", "-o", "%A|%P|%o"), TIMEOUT_SECONDS)
+        queued = list_queued(run=run)
     except UserError:
         return None  # whoever needs Slurm next says what is wrong with it
+    found = [(job_id, partition) for job_id, partition, file in queued if file == str(script)]
+    return max(found, key=lambda job: int(job[0]), default=None)
+
+
+def list_queued(*, run: RunCommand = run_command) -> list[tuple[str, str, str]]:
+    """Number, partition and script of each job of this user that is not over."""
+    output = run(("squeue", "-h", "--me", "-o", "%A|%P|%o"), TIMEOUT_SECONDS)
     rows = [line.strip().split("|", 2) for line in output.splitlines()]
-    held = [(row[0], row[1]) for row in rows if row[0].isdecimal() and row[2:] == [str(script)]]
-    return max(held, key=lambda job: int(job[0]), default=None)
+    return [(row[0], row[1], row[2]) for row in rows if len(row) == 3 and row[0].isdecimal()]
 
 
 def cancel_jobs(ids: Sequence[str], *, run: RunCommand = run_command) -> None:
@@ -295,98 +298,225 @@ def _is_of(wanted: str, status: JobStatus) -> bool:
     return status.job_id == job_id and (not task or status.task == int(task))
 
 
-def _ask_squeue(ids: Sequence[str], run: RunCommand) -> list[JobStatus]:
+def _ask_squeue(ids: Sequence[str], run: RunCommand) -> Iterator[JobStatus]:
     """-r lists every task of an array; a job that has just ended is listed too, or unknown."""
     try:
         output = run(("squeue", "-h", "-r", "-j", ",".join(ids), "-O", _SQUEUE), TIMEOUT_SECONDS)
     except SetupError as error:
         if "Invalid job id" in error.problem:
-            return []
+            return
         raise
-    return [status for line in output.splitlines() if (status := _read_row(line)) is not None]
+    for line in output.splitlines():
+        fields, at = [], 0
+        for _, width in _COLUMNS:
+            fields.append(line[at : at + width].strip())
+            at += width
+        name, state, restarts, reason, nodes = fields
+        yield from _make_status(name, state, reason=reason, nodes=nodes, restarts=restarts)
 
 
-def _read_row(line: str) -> JobStatus | None:
-    fields, at = [], 0
-    for _, width in _COLUMNS:
-        fields.append(line[at : at + width].strip())
-        at += width
-    name, state, restarts, reason, nodes = fields
-    found = _BATCH_ID.fullmatch(name)
-    if found is None:
-        return None
-    return JobStatus(
-        job_id=found.group(1),
-        task=None if found.group(2) is None else int(found.group(2)),
-        state=parse_state(state),
-        reason=_reason(reason),
-        nodes="" if nodes == "(null)" else nodes,
-        num_restarts=int(restarts) if restarts.isdecimal() else 0,
-    )
-
-
-def _ask_sacct(ids: Sequence[str], run: RunCommand) -> list[JobStatus]:
+def _ask_sacct(ids: Sequence[str], run: RunCommand) -> Iterator[JobStatus]:
     """Accounting, where the site has it; it may lag behind the queue by seconds."""
     command = ("sacct", "-n", "-P", "-X", "-j", ",".join(ids), "-o", _SACCT)
     try:
         output = run(command, TIMEOUT_SECONDS)
     except UserError:
-        return []
-    found = []
+        return
     for line in output.splitlines():
         fields = line.split("|")
-        name = _BATCH_ID.fullmatch(fields[0])
-        if name is None or len(fields) < 5:
-            continue
-        state = parse_state(fields[1])
-        found.append(
-            JobStatus(
-                job_id=name.group(1),
-                task=None if name.group(2) is None else int(name.group(2)),
-                state=state,
-                reason=_reason(fields[4]),
-                nodes="" if fields[3] == "None assigned" else fields[3],
-                exit_code=parse_exit_code(fields[2]) if state.is_over else None,
-            )
-        )
-    return found
+        if len(fields) >= 5:
+            name, state, code, nodes, reason = fields[:5]
+            yield from _make_status(name, state, reason=reason, nodes=nodes, code=code)
 
 
-def _ask_scontrol(job_id: str, run: RunCommand) -> list[JobStatus]:
+def _ask_scontrol(job_id: str, run: RunCommand) -> Iterator[JobStatus]:
     """The controller remembers a job for minutes after its end."""
     try:
         output = run(("scontrol", "-o", "show", "job", job_id), TIMEOUT_SECONDS)
     except UserError:
-        return []
-    return [status for line in output.splitlines() if (status := _read_shown(line)) is not None]
+        return
+    for line in output.splitlines():
+        fields: dict[str, str] = dict(re.findall(r"(?:^| )([A-Za-z]+)=(\S*)", line))
+        name = fields.get("ArrayJobId", fields.get("JobId", ""))
+        if fields.get("ArrayTaskId", "").isdecimal():
+            name += f"_{fields['ArrayTaskId']}"
+        yield from _make_status(
+            name,
+            fields.get("JobState", ""),
+            reason=fields.get("Reason", ""),
+            nodes=fields.get("NodeList", ""),
+            restarts=fields.get("Restarts", ""),
+            code=fields.get("ExitCode", ""),
+        )
 
 
-def _read_shown(line: str) -> JobStatus | None:
-    held: dict[str, str] = dict(re.findall(r"(?:^| )([A-Za-z]+)=(\S*)", line))
-    state = parse_state(held.get("JobState", ""))
-    job_id = held.get("ArrayJobId", held.get("JobId", ""))
-    task = held.get("ArrayTaskId", "")
-    if not job_id.isdecimal():
-        return None
-    return JobStatus(
-        job_id=job_id,
-        task=int(task) if task.isdecimal() else None,
-        state=state,
-        reason=_reason(held.get("Reason", "")),
-        nodes="" if held.get("NodeList") == "(null)" else held.get("NodeList", ""),
-        num_restarts=int(held["Restarts"]) if held.get("Restarts", "").isdecimal() else 0,
-        exit_code=parse_exit_code(held.get("ExitCode", "")) if state.is_over else None,
+_NOTHING = ("None", "(null)", "N/A", "None assigned")
+"""Slurm's words for an empty field."""
+
+
+def _make_status(
+    name: str, state: str, *, reason: str, nodes: str, restarts: str = "", code: str = ""
+) -> Iterator[JobStatus]:
+    """One status; none for a line that names no job."""
+    found = _BATCH_ID.fullmatch(name)
+    if found is None:
+        return
+    parsed = parse_state(state)
+    yield JobStatus(
+        job_id=found[1],
+        task=None if found[2] is None else int(found[2]),
+        state=parsed,
+        reason="" if reason in _NOTHING else reason,
+        nodes="" if nodes in _NOTHING else nodes,
+        num_restarts=int(restarts) if restarts.isdecimal() else 0,
+        exit_code=parse_exit_code(code) if parsed.is_over else None,
     )
 
 
-def _reason(text: str) -> str:
-    return "" if text in ("None", "(null)", "N/A") else text
+# A job followed to its end.
+
+MAX_POLL_SECONDS = 10.0
+NUM_LOOKS = 3
+"""Times that an end must be seen where Slurm may yet queue the job again, or has lost sight."""
+_UNSURE = (JobState.UNKNOWN, JobState.PREEMPTED, JobState.NODE_FAIL, JobState.REQUEUED)
+
+
+def wait_for_job(
+    run: RunFolder, job_id: str, observer: RunObserver, *, ask: RunCommand = run_command
+) -> JobStatus:
+    """The job's last status."""
+    num_looks = 0
+
+    def is_over(status: JobStatus) -> bool:
+        nonlocal num_looks
+        if not status.state.is_over and status.state not in _UNSURE:
+            num_looks = 0
+            return False
+        num_looks += 1
+        return num_looks >= (NUM_LOOKS if status.state in _UNSURE else 1)
+
+    causes: dict[int, list[str]] = {}
+    """What was found for each restart, until something was: accounting lags behind the queue."""
+    last_nodes = ""
+
+    def describe(status: JobStatus) -> dict[str, str]:
+        nonlocal last_nodes
+        count = status.num_restarts
+        found = causes.setdefault(count, [])
+        if count and not any(found) and len(found) < NUM_CAUSE_LOOKS:
+            log = run.path / f"slurm-{job_id}.out"
+            found.append(find_restart_cause(status, log, last_nodes, run=ask))
+        if status.state is JobState.RUNNING:
+            last_nodes = status.nodes
+        texts = {"job": describe_status(status)}
+        if any(found):
+            texts = {"restart": f"job {job_id}, restart {count}: {found[-1]}", **texts}
+        return texts
+
+    return follow_job(
+        lambda: read_jobs([job_id], run=ask)[0],
+        run,
+        observer,
+        is_over=is_over,
+        describe=describe,
+        max_poll_seconds=MAX_POLL_SECONDS,
+    )
+
+
+NUM_CAUSE_LOOKS = 6
+_CAUSES = {
+    JobState.NODE_FAIL: "its node was lost",
+    JobState.PREEMPTED: "it was preempted",
+    JobState.TIMEOUT: "it met its time limit",
+    JobState.OUT_OF_MEMORY: "it took more host memory than it asked for",
+}
+_SAID = (
+    ("DUE TO PREEMPTION", _CAUSES[JobState.PREEMPTED]),
+    ("DUE TO NODE FAILURE", _CAUSES[JobState.NODE_FAIL]),
+    ("DUE TO TIME LIMIT", _CAUSES[JobState.TIMEOUT]),
+    ("the time limit is near", "its time limit was near, and it had saved"),
+)
+"""What slurmstepd and the batch script write into the job's log, the likelier cause first."""
+_BACK = re.compile(r"ended with (\d+): back to the queue \(restart (\d+) of")
+
+
+def find_restart_cause(
+    status: JobStatus, log: Path, last_nodes: str, *, run: RunCommand = run_command
+) -> str:
+    """Why the job's start before this one ended; empty where nothing says so.
+
+    By accounting; where a site has none or the script itself asked for the restart, by the job's
+    log; else by the state of the nodes that it was seen on.
+    """
+    earlier = [
+        (state, nodes)
+        for state, nodes in _list_starts(status.job_id, run)
+        if state.is_over or state is JobState.REQUEUED
+    ][: status.num_restarts]
+    if len(earlier) == status.num_restarts and earlier[-1][0] in _CAUSES:
+        state, nodes = earlier[-1]
+        return f"{_CAUSES[state]} ({nodes})" if nodes else _CAUSES[state]
+    cause = _find_logged_cause(log, status.num_restarts)
+    if cause or not last_nodes:
+        return cause
+    try:
+        states = run(("sinfo", "-h", "-n", last_nodes, "-o", "%N %T"), TIMEOUT_SECONDS)
+    except UserError:
+        return ""
+    down = [line.split()[0] for line in states.splitlines() if " down" in line]
+    return f"{_CAUSES[JobState.NODE_FAIL]} ({down[0]})" if down else ""
+
+
+def _list_starts(job_id: str, run: RunCommand) -> list[tuple[JobState, str]]:
+    """State and nodes of every start of the job, the oldest first."""
+    command = ("sacct", "-n", "-P", "-X", "-D", "-j", job_id, "-o", "Submit,State,NodeList")
+    try:
+        rows = [line.split("|") for line in run(command, TIMEOUT_SECONDS).splitlines()]
+    except UserError:
+        return []
+    rows = sorted(row for row in rows if len(row) == 3)  # Submit is that of the start
+    return [(parse_state(state), "" if nodes in _NOTHING else nodes) for _, state, nodes in rows]
+
+
+def _find_logged_cause(log: Path, num_restarts: int) -> str:
+    """By the log's lines since the restart before."""
+    try:
+        lines = log.read_text("utf-8", "replace").splitlines()
+    except OSError:
+        return ""
+    since = 0
+    code = ""
+    for number, line in enumerate(lines):
+        asked = _BACK.search(line)
+        if asked is not None and int(asked[2]) < num_restarts:
+            since = number + 1
+        elif asked is not None and int(asked[2]) == num_restarts:
+            lines, code = lines[:number], asked[1]
+            break
+    text = "\n".join(lines[since:])
+    said = (cause for words, cause in _SAID if words in text)
+    return next(said, f"it ended with exit code {code}" if code else "")
+
+
+def describe_status(status: JobStatus) -> str:
+    """`job 12 waits (Resources)`, `job 12 runs on gpu[01-02]`."""
+    why = f" ({status.reason})" if status.reason else ""
+    texts = {
+        JobState.PENDING: f" waits{why}",
+        JobState.RUNNING: f" runs on {status.nodes or 'its nodes'}",
+        JobState.COMPLETING: " is ending",
+        JobState.UNKNOWN: " is not known to Slurm",
+    }
+    text = texts.get(status.state, f": {status.state.value.lower().replace('_', ' ')}")
+    has_count = status.num_restarts and status.state is not JobState.COMPLETING
+    return f"job {status.job_id}{text}" + (f", restart {status.num_restarts}" if has_count else "")
 
 
 # slurm.json in a run folder: the job that it was last submitted as.
 
 JOB_FILE = "slurm.json"
-_LOCK_FILE = "submit.lock"
+LOCK_FILE = "submit.lock"
+"""Held between looking for the run's job and noting a new one."""
 
 
 class SubmittedJob(Frozen):
@@ -408,10 +538,3 @@ def read_job_file(run: RunFolder) -> SubmittedJob | None:
 
 def write_job_file(run: RunFolder, job: SubmittedJob) -> None:
     write_atomic(run.path / JOB_FILE, job.model_dump_json(indent=2) + "\n")
-
-
-@contextmanager
-def lock_submission(run: RunFolder) -> Iterator[None]:
-    """Between looking for the run's job and noting a new one; the kernel lets go if we die."""
-    with locked_file(run.path / _LOCK_FILE, wait_seconds=None, is_required=False):
-        yield

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 from math import inf
 
+from pydantic import Field
+
+from tightfit.clusters.staging import CopyMethod
+from tightfit.core.frozen import Frozen
 from tightfit.core.units import MIB, render_bytes, render_seconds
 
 BETTER_FRACTION = 0.9
@@ -15,14 +18,6 @@ MIN_BLOCK_BYTES = MIB
 MAX_BLOCK_BYTES = 16 * MIB
 _MAX_BLOCKS = 2048
 """Aimed at: enough for a pipeline to fill, few enough for a short manifest."""
-
-
-class CopyMethod(str, Enum):
-    """Which nodes read the shared file system, and which get the model from a neighbour."""
-
-    ALL_READ = "all-read"
-    TREE = "tree"
-    CHAIN = "chain"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,16 +36,15 @@ class CopyLoad:
     """What each node reads back at the end."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CopyRates:
+class CopyRates(Frozen):
     """Bytes per second. None: not measured, or not possible."""
 
-    one_reader: float | None
-    all_readers: float | None
+    one_reader: float | None = None
+    all_readers: float | None = None
     """Of the slowest node while all nodes read at once."""
-    link: float | None
+    link: float | None = None
     """Of the slowest link from a node to the next, while all of them are in use."""
-    check: float | None = None
+    check: float | None = Field(default=None, exclude=True)
     """Of the slowest node reading its copy back."""
 
 
@@ -80,7 +74,8 @@ def estimate_seconds(load: CopyLoad, rates: CopyRates) -> dict[CopyMethod, float
     everything twice over one link. Leaves out start-up, a few hundred milliseconds.
     """
     check = load.checked_bytes / rates.check if rates.check else 0.0
-    found = {CopyMethod.ALL_READ: _divide(load.direct_bytes, _reader_rate(load, rates))}
+    reading = rates.one_reader if load.num_nodes == 1 else rates.all_readers
+    found = {CopyMethod.ALL_READ: _divide(load.direct_bytes, reading)}
     if load.num_nodes > 1:
         found[CopyMethod.CHAIN] = _relay_seconds(load, rates, fan_out=1, depth=load.num_nodes - 1)
         fan_out = min(FAN_OUT, load.num_nodes - 1)
@@ -101,10 +96,6 @@ def choose_method(load: CopyLoad, rates: CopyRates) -> MethodChoice:
     return MethodChoice(how=best, seconds=seconds, why=_explain(best, seconds, load, rates))
 
 
-def _reader_rate(load: CopyLoad, rates: CopyRates) -> float | None:
-    return rates.one_reader if load.num_nodes == 1 else rates.all_readers
-
-
 def _relay_seconds(load: CopyLoad, rates: CopyRates, *, fan_out: int, depth: int) -> float:
     read = _divide(load.head_bytes, rates.one_reader)
     send = _divide(load.relay_bytes, rates.link) * fan_out
@@ -121,32 +112,25 @@ def _divide(num_bytes: int, rate: float | None) -> float:
 def _explain(
     best: CopyMethod, seconds: dict[CopyMethod, float], load: CopyLoad, rates: CopyRates
 ) -> str:
+    one, every, link = (
+        "an unknown rate" if rate is None else f"{render_bytes(rate)}/s"
+        for rate in (rates.one_reader, rates.all_readers, rates.link)
+    )
     if load.num_nodes == 1:
-        return f"one node reads the source itself, at {_rate(rates.one_reader)}"
-    reply = {
-        CopyMethod.ALL_READ: f"every node can read {_rate(rates.all_readers)} from the source "
-        "while all of them do",
-        CopyMethod.CHAIN: f"{_from_where(load, rates)}, and each node passes it on at "
-        f"{_rate(rates.link)}",
-        CopyMethod.TREE: f"{_from_where(load, rates)}, and the nodes pass it on to two others each "
-        f"at {_rate(rates.link)}",
+        return f"one node reads the source itself, at {one}"
+    origin = f"one node alone reads {one}"
+    if load.head_bytes == 0:
+        origin = "the first node has a copy already"
+    elif rates.all_readers is not None:
+        origin += f" where all at once read {every} each"
+    reason = {
+        CopyMethod.ALL_READ: f"every node can read {every} from the source while all of them do",
+        CopyMethod.CHAIN: f"{origin}, and each node passes it on at {link}",
+        CopyMethod.TREE: f"{origin}, and the nodes pass it on to two others each at {link}",
     }[best]
-    others = ", ".join(
+    others = [
         f"{how.value} would take {render_seconds(value)}"
         for how, value in seconds.items()
         if how is not best
-    )
-    return reply + (f"; {others}" if others else "")
-
-
-def _from_where(load: CopyLoad, rates: CopyRates) -> str:
-    if load.head_bytes == 0:
-        return "the first node has a copy already"
-    alone = f"one node alone reads {_rate(rates.one_reader)}"
-    if rates.all_readers is None:
-        return alone
-    return f"{alone} where all at once read {_rate(rates.all_readers)} each"
-
-
-def _rate(rate: float | None) -> str:
-    return "an unknown rate" if rate is None else f"{render_bytes(rate)}/s"
+    ]
+    return f"{reason}; {', '.join(others)}" if others else reason

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import shutil
 import socket
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from tightfit.core.errors import NotFoundError, SetupError, UsageError
-from tightfit.core.files import PARTIAL
+from tightfit.core.files import PARTIAL, open_locked, read_holder, write_holder
 from tightfit.core.frozen import Frozen
-from tightfit.core.locks import open_locked
 from tightfit.core.units import GIB, render_bytes
+from tightfit.hardware.machine import CGROUP, NO_LIMIT_BYTES, PROC, list_groups, read_text
 from tightfit.runtime.staged import (
     MANIFEST_ENDING,
     Manifest,
@@ -106,9 +106,10 @@ def lock_model(home: Path, key: str) -> Iterator[None]:
     """One staging per model and node; the kernel lets go when its process dies."""
     handle = take_lock(home, key)
     if handle is None:
-        holder = _read_holder(home, key)
+        holder = read_holder(home / f"{key}{LOCK}")
+        process = "" if holder is None else f" (process {holder[0]})"
         raise UsageError(
-            f"Another `tightfit stage`{holder} is at work on {key} on {socket.gethostname()}.",
+            f"Another `tightfit stage`{process} is at work on {key} on {socket.gethostname()}.",
             remedy="wait for it to end, then start this again: it finds what is there",
         )
     try:
@@ -121,81 +122,54 @@ def take_lock(home: Path, key: str) -> int | None:
     """An open descriptor that holds the lock; None where another process does."""
     handle = open_locked(home / f"{key}{LOCK}", mode=0o600, flags=os.O_NOFOLLOW)
     if handle is not None:
-        os.ftruncate(handle, 0)
-        os.pwrite(handle, json.dumps({"pid": os.getpid()}).encode(), 0)
+        write_holder(handle)
     return handle
-
-
-def _read_holder(home: Path, key: str) -> str:
-    try:
-        return f" (process {int(json.loads((home / f'{key}{LOCK}').read_bytes())['pid'])})"
-    except (OSError, ValueError, KeyError, TypeError):
-        return ""
 
 
 def list_copies(home: Path) -> list[StagedCopy]:
     """Everything in one home, by key."""
     if not home.is_dir():
         return []
-    found: list[StagedCopy] = []
+    found = {}
     for manifest in iterate_manifests(home):
         path = home / manifest.key
-        if not is_whole(path, manifest):
-            state = "damaged"
-        else:
-            state = "whole" if _is_still_fresh(manifest) else "stale"
-        found.append(
-            StagedCopy(
-                key=manifest.key,
-                source=manifest.source,
-                path=str(path),
-                num_bytes=measure_folder(path),
-                state=state,
-                is_busy=_is_busy(home, manifest.key),
-            )
-        )
-    whole = {copy.key for copy in found}
-    for key in _list_keys(home) - whole:
-        parts = [home / f"{key}{PARTIAL}", home / key]
-        found += [
-            StagedCopy(
-                key=key,
-                source="",
-                path=str(part),
-                num_bytes=measure_folder(part),
-                state="partial",
-                is_busy=_is_busy(home, key),
-            )
-            for part in parts
-            if part.exists()
-        ][:1]
-    return sorted(found, key=lambda copy: copy.key)
+        state = "damaged"
+        if is_whole(path, manifest):
+            state = "whole" if is_still_fresh(manifest) else "stale"
+        found[manifest.key] = _describe_copy(home, manifest.key, path, state, manifest.source)
+    endings = (PARTIAL, PROGRESS, LOCK, MANIFEST_ENDING)
+    names = {path.name for path in home.iterdir()}
+    keys = {next((n.removesuffix(end) for end in endings if n.endswith(end)), n) for n in names}
+    for key in keys - set(found):
+        for path in (home / f"{key}{PARTIAL}", home / key):
+            if path.exists() and key not in found:
+                found[key] = _describe_copy(home, key, path, "partial")
+    return [found[key] for key in sorted(found)]
 
 
-def _is_still_fresh(manifest: Manifest) -> bool:
+def _describe_copy(home: Path, key: str, path: Path, state: str, source: str = "") -> StagedCopy:
+    is_busy = False
+    if (home / f"{key}{LOCK}").exists():
+        handle = take_lock(home, key)
+        is_busy = handle is None
+        if handle is not None:
+            os.close(handle)
+    return StagedCopy(
+        key=key,
+        source=source,
+        path=str(path),
+        num_bytes=measure_folder(path),
+        state=state,
+        is_busy=is_busy,
+    )
+
+
+def is_still_fresh(manifest: Manifest) -> bool:
+    """Whether this node sees the source's files as the manifest has them."""
     try:
         return is_fresh(manifest)
     except (OSError, ValueError):
         return False
-
-
-def _list_keys(home: Path) -> set[str]:
-    endings = (PARTIAL, PROGRESS, LOCK, MANIFEST_ENDING)
-    keys = set()
-    for path in home.iterdir():
-        ending = next((end for end in endings if path.name.endswith(end)), "")
-        keys.add(path.name.removesuffix(ending))
-    return keys
-
-
-def _is_busy(home: Path, key: str) -> bool:
-    if not (home / f"{key}{LOCK}").exists():
-        return False
-    handle = take_lock(home, key)
-    if handle is None:
-        return True
-    os.close(handle)
-    return False
 
 
 def clean_home(
@@ -249,25 +223,20 @@ def measure_folder(folder: Path) -> int:
     """Bytes that its files really take, which of a partial one is less than their lengths."""
     total = 0
     for path in folder.rglob("*"):
-        try:
+        with suppress(OSError):
             facts = path.lstat()
-        except OSError:
-            continue
-        if stat.S_ISREG(facts.st_mode):
-            total += min(facts.st_size, facts.st_blocks * 512)
+            if stat.S_ISREG(facts.st_mode):
+                total += min(facts.st_size, facts.st_blocks * 512)
     return total
 
 
 # Whether a node has room for a copy: on the disk, and, for a RAM disk, in its memory as well.
 
-CGROUP = Path("/sys/fs/cgroup")
-PROC = Path("/proc")
 MARGIN_FRACTION = 0.01
 """File systems need a little for themselves."""
 LEAST_LEFT_BYTES = GIB
 LEAST_LEFT_FRACTION = 0.05
 """Memory that a copy in RAM leaves at least, where nobody says how much the job needs."""
-_NO_LIMIT_BYTES = 2**60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,11 +257,19 @@ def read_free_space(path: Path, *, cgroup: Path = CGROUP, proc: Path = PROC) -> 
     while not home.exists() and home != home.parent:
         home = home.parent
     disk = os.statvfs(home)
+    device = home.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    is_memory = False
+    for line in read_text(proc / "self/mountinfo").splitlines():
+        before, _, after = line.partition(" - ")
+        if before.split()[2:3] == [number]:
+            is_memory = after.split()[:1] in (["tmpfs"], ["ramfs"])
+            break
     memory = psutil.virtual_memory()
     limits = list(_read_limits(cgroup, proc))
     return FreeSpace(
         disk_bytes=disk.f_bavail * disk.f_frsize,
-        is_memory=_is_memory(home, proc),
+        is_memory=is_memory,
         memory_bytes=min([memory.available, *(limit - used for limit, used in limits)]),
         total_memory_bytes=min([memory.total, *(limit for limit, _ in limits)]),
     )
@@ -319,54 +296,19 @@ def find_shortage(
     return None
 
 
-def _is_memory(path: Path, proc: Path) -> bool:
-    device = path.stat().st_dev
-    number = f"{os.major(device)}:{os.minor(device)}"
-    for line in _read_text(proc / "self/mountinfo").splitlines():
-        before, _, after = line.partition(" - ")
-        if before.split()[2:3] == [number]:
-            return after.split()[:1] in (["tmpfs"], ["ramfs"])
-    return False
-
-
-def _read_limits(cgroup: Path, proc: Path) -> list[tuple[int, int]]:
+def _read_limits(cgroup: Path, proc: Path) -> Iterator[tuple[int, int]]:
     """Limit and use of this process's groups, up to the root; v2 and v1.
 
-    Clean pages of files count as used by the kernel and are given back by it, so they are not.
+    The kernel counts clean pages of files as used, but gives them back, so they are not counted.
     """
-    found = []
-    for line in _read_text(proc / "self/cgroup").splitlines():
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if controllers == "":
-            root, names = cgroup, ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            root = cgroup / "memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        else:
-            continue
-        own = root / path.lstrip("/")
-        for folder in (own, *(above for above in own.parents if above.is_relative_to(root))):
-            limit, used = (
-                _read_text(folder / names[0]).strip(),
-                _read_text(folder / names[1]).strip(),
-            )
-            if limit.isdigit() and used.isdigit() and int(limit) < _NO_LIMIT_BYTES:
-                idle = _read_stat(folder / "memory.stat", names[2])
-                found.append((int(limit), max(0, int(used) - idle)))
-    return found
-
-
-def _read_stat(path: Path, name: str) -> int:
-    for line in _read_text(path).splitlines():
-        key, _, value = line.partition(" ")
-        if key == name and value.strip().isdigit():
-            return int(value)
-    return 0
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text("utf-8", "replace")
-    except OSError:
-        return ""
+    old = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    for root, controller, (limit_file, used_file, idle_name) in (
+        (cgroup, "", ("memory.max", "memory.current", "inactive_file")),
+        (cgroup / "memory", "memory", old),
+    ):
+        for folder in list_groups(root, controller, proc=proc):
+            limit, used = read_text(folder / limit_file), read_text(folder / used_file)
+            if limit.isdigit() and used.isdigit() and int(limit) < NO_LIMIT_BYTES:
+                facts = read_text(folder / "memory.stat")
+                idle = re.search(rf"^{idle_name} (\d+)$", facts, re.MULTILINE)
+                yield int(limit), max(0, int(used) - (int(idle[1]) if idle else 0))

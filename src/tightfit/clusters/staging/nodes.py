@@ -1,31 +1,100 @@
-"""The nodes of a staging: agents, which blocks each has, which are lost, who sends to whom."""
+"""The nodes of a staging: their agents, which blocks each has, who sends to whom."""
 
 from __future__ import annotations
 
+import shlex
+import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from typing import Any, Protocol
 
-from tightfit.clusters.agents import AgentLine, RemoteAgent
-from tightfit.clusters.staging.agent import Agent, Answer, answer
-from tightfit.clusters.staging.blocks import Layout, from_ranges
-from tightfit.clusters.staging.cost import FAN_OUT, CopyLoad, CopyMethod
+from tightfit.clusters.agents import (
+    AgentGoneError,
+    RemoteAgent,
+    after_setup,
+    answer_request,
+    settle,
+)
+from tightfit.clusters.nodes import NODES_VARIABLE, expand_nodes, node_prefix
+from tightfit.clusters.site import Site
+from tightfit.clusters.staging import CopyMethod
+from tightfit.clusters.staging.agent import Agent, Answer
+from tightfit.clusters.staging.cost import FAN_OUT, CopyLoad
+from tightfit.clusters.staging.store import Layout, from_ranges
 from tightfit.clusters.staging.transfer import make_token
-from tightfit.core import errors as error_types
-from tightfit.core.errors import SetupError, UserError
+from tightfit.core.child_process import Message
+from tightfit.core.errors import NotFoundError, SetupError, UsageError
+from tightfit.core.units import GIB, MIB
+from tightfit.hardware.inventory import RunCommand, run_command
+from tightfit.hardware.slurm import probe_slurm_inventory
 
+AGENT_MODULE = "tightfit.clusters.staging.agent"
+AGENT_BYTES = GIB
+"""Of the agent itself: Python and the blocks in flight."""
 SILENT_SECONDS = 45.0
-"""An agent says how far it is every second; one that has not for so long is lost."""
+"""An agent reports its progress every second; one that has not for so long is lost."""
 START_SECONDS = 90.0
 """For ssh or srun, Python and its imports on a busy node."""
 END_SECONDS = 5.0
 
 
-class NodeLostError(Exception):
-    """A node's agent has ended or cannot be reached."""
+def find_nodes(
+    *,
+    nodes: str | None,
+    on: str | None,
+    site: Site,
+    environ: Mapping[str, str],
+    num_bytes: int = 0,
+    run: RunCommand = run_command,
+) -> tuple[tuple[str, ...], str]:
+    """The nodes, and the words before a command that is to run on one of them.
+
+    Those that are named, or those of the job or partition; none for this machine alone.
+    """
+    if nodes is not None and on is not None:
+        raise UsageError("`--nodes` and `--on` both name nodes.", remedy="keep one of them")
+    if nodes is None and on is None:
+        return (), ""
+    kind, _, partition = (on or "slurm").partition(":")
+    if kind.strip().lower() != "slurm":
+        raise UsageError(
+            f"`--on {kind[:60]}` is not known here.", remedy="--on slurm:PARTITION, or --nodes a,b"
+        )
+    partition = partition.strip()
+    if not partition:
+        listed = nodes or environ.get(NODES_VARIABLE)
+        if not listed:
+            raise UsageError(
+                "`--on slurm` without a partition means the nodes of this job, and this is none.",
+                remedy="--on slurm:PARTITION",
+            )
+        return expand_nodes(listed), node_prefix(site, environ)
+    inventory = probe_slurm_inventory(partition, run=run)
+    found = tuple(node.name for node in inventory.nodes if node.state.takes_jobs)
+    if not found:
+        raise NotFoundError(
+            f"No node of the partition {partition} takes jobs now.",
+            remedy=f"sinfo --partition {partition}",
+        )
+    return found, site.run_on_node or _srun_prefix(partition, site, num_bytes)
+
+
+def _srun_prefix(partition: str, site: Site, num_bytes: int) -> str:
+    """A small job on each node; the memory is for the copy, which counts as the job's."""
+    words = ["srun", f"--partition={partition}", "--nodes=1", "--ntasks=1", "--quiet"]
+    words += [f"--mem={-(-(num_bytes + AGENT_BYTES) // MIB)}M", "--immediate=60"]
+    words += ["--job-name=tightfit-stage"]
+    for option in ("account", "qos", "reservation"):
+        value = getattr(site.slurm, option)
+        words += [f"--{option}={value}"] if value else []
+    return " ".join([*map(shlex.quote, words), "--nodelist={node}"])
+
+
+def agent_command(site: Site) -> list[str]:
+    """The words that start a node's agent, after the site's own lines."""
+    return after_setup(site, [site.python or sys.executable, "-m", AGENT_MODULE])
 
 
 class StagingNode(Protocol):
@@ -44,7 +113,7 @@ class StagingNode(Protocol):
 
 
 class LocalNode:
-    """The node we are on, without a process of its own."""
+    """This machine, without a process of its own."""
 
     def __init__(self) -> None:
         self.node = "this machine"
@@ -58,7 +127,8 @@ class LocalNode:
         future: Future[Answer] = Future()
 
         def work() -> None:
-            _set_answer(future, answer(self._agent, {"op": op, "arguments": arguments}), self.node)
+            reply = answer_request(self._agent.handlers, {"do": op, "given": arguments})
+            settle(future, reply, node=self.node)
 
         threading.Thread(target=work, daemon=True).start()
         return future
@@ -76,73 +146,62 @@ class RemoteNode:
     def __init__(self, node: str, *, prefix: str, command: Sequence[str]) -> None:
         self.node = node
         self.num_stored_bytes = 0
-        self._heard = time.monotonic()
-        self._remote = RemoteAgent(node, command, prefix=prefix, on_news=self._note_progress)
+        self._agent = RemoteAgent(node, command, prefix=prefix, on_news=self._note_progress)
+
+    def _note_progress(self, message: Message) -> None:
+        self.num_stored_bytes = int(message.get("progress", self.num_stored_bytes))
 
     def ask(self, op: str, **arguments: Any) -> Future[Answer]:
-        future: Future[Answer] = Future()
-
-        def pass_on(done: Future[AgentLine]) -> None:
-            self._heard = time.monotonic()
-            if done.exception() is None:
-                _set_answer(future, done.result(), self.node)
-            else:
-                future.set_exception(NodeLostError(f"{self.node} is lost{self._remote.last_words}"))
-
-        self._remote.ask({"op": op, "arguments": arguments}).add_done_callback(pass_on)
-        return future
-
-    def _note_progress(self, line: AgentLine) -> None:
-        self._heard = time.monotonic()
-        self.num_stored_bytes = int(line.get("progress", self.num_stored_bytes))
+        return self._agent.ask(op, **arguments)
 
     def is_silent(self) -> bool:
-        return time.monotonic() - self._heard > SILENT_SECONDS
+        return time.monotonic() - self._agent.last_message_at > SILENT_SECONDS
 
     def close(self) -> None:
-        self._remote.close(seconds=END_SECONDS)
+        self._agent.close(seconds=END_SECONDS)
 
 
-def _set_answer(future: Future[Answer], reply: Answer, node: str) -> None:
-    if "reply" in reply:
-        future.set_result(reply["reply"])
-    elif "error" in reply:
-        error = reply["error"]
-        kind = getattr(error_types, str(error["kind"]), UserError)
-        future.set_exception(kind(f"{node}: {error['problem']}", remedy=error["remedy"]))
-    else:
-        future.set_exception(RuntimeError(f"the agent on {node} failed: {reply.get('bug')}"))
+Arguments = Callable[[StagingNode], dict[str, Any]]
+"""A request's arguments for one node."""
 
 
-def wait_for(member: StagingNode, future: Future[Answer]) -> Answer:
-    """Its answer, however long it takes, as long as the node shows that it lives."""
-    while True:
-        try:
-            return future.result(timeout=1.0)
-        except FutureTimeoutError:
-            if future.done():
-                raise
-            if member.is_silent():
-                raise NodeLostError(
-                    f"{member.node} has been silent for {SILENT_SECONDS:.0f} s"
-                ) from None
+def ask_each(
+    members: Sequence[StagingNode], op: str, arguments: Arguments | None
+) -> list[tuple[StagingNode, Answer | Exception]]:
+    """The same request to all at once, and each node's answer or error.
 
-
-def ask_all(
-    members: Sequence[StagingNode],
-    op: str,
-    arguments: Callable[[StagingNode], dict[str, Any]] | None = None,
-) -> dict[str, Answer]:
-    """The same request to all of them at once; raises the first error, or loss."""
+    An answer may take however long, as long as the node shows that it lives.
+    """
     asked = [
         (member, member.ask(op, **(arguments(member) if arguments else {}))) for member in members
     ]
-    try:
-        return {member.node: wait_for(member, future) for member, future in asked}
-    except NodeLostError as error:
-        raise SetupError(
-            f"{error}.", remedy="leave out nodes that are down: --nodes a,b"
-        ) from error
+    found: list[tuple[StagingNode, Answer | Exception]] = []
+    for member, future in asked:
+        while not wait([future], timeout=1.0).done and not member.is_silent():
+            pass
+        if not future.done():
+            silent = f"{member.node} has been silent for {SILENT_SECONDS:.0f} s"
+            found.append((member, AgentGoneError(silent)))
+            continue
+        error = future.exception()
+        if error is not None and not isinstance(error, Exception):
+            raise error
+        found.append((member, error or future.result()))
+    return found
+
+
+def ask_all(
+    members: Sequence[StagingNode], op: str, arguments: Arguments | None = None
+) -> dict[str, Answer]:
+    """All answers; raises the first error."""
+    answers = {}
+    for member, answer in ask_each(members, op, arguments):
+        if isinstance(answer, AgentGoneError):
+            raise SetupError(f"{answer}.", remedy="leave out nodes that are down: --nodes a,b")
+        if isinstance(answer, Exception):
+            raise answer
+        answers[member.node] = answer
+    return answers
 
 
 def start_agents(nodes: Iterable[str], *, prefix: str, command: Sequence[str]) -> list[StagingNode]:
@@ -151,16 +210,15 @@ def start_agents(nodes: Iterable[str], *, prefix: str, command: Sequence[str]) -
     try:
         for node in nodes:
             members.append(RemoteNode(node, prefix=prefix, command=command))
-        asked = [(member.node, member.ask("hello")) for member in members]
-        end = time.monotonic() + START_SECONDS
-        lost = []
-        for node, future in asked:
-            try:
-                future.result(timeout=max(0.0, end - time.monotonic()))
-            except NodeLostError as error:
-                lost.append(str(error))
-            except FutureTimeoutError:
-                lost.append(f"{node} gave no answer in {START_SECONDS:.0f} s")
+        asked = {member.node: member.ask("hello") for member in members}
+        wait(asked.values(), timeout=START_SECONDS)
+        lost = [
+            str(future.exception())
+            if future.done()
+            else f"{node} gave no answer in {START_SECONDS:.0f} s"
+            for node, future in asked.items()
+            if not future.done() or future.exception() is not None
+        ]
         if lost:
             raise SetupError(
                 f"Some nodes cannot be reached: {'; '.join(lost)}.",
@@ -178,13 +236,11 @@ def stop_agents(members: Iterable[StagingNode]) -> None:
         member.close()
 
 
-# The nodes at work on one staging: who has which blocks, who is lost, who feeds whom.
-
 _COPYING = ("read", "relay")
 
 
 class StagingGroup:
-    """Members in the order in which they pass blocks on; whoever has most comes first."""
+    """The nodes of one staging, in the order in which they pass blocks on."""
 
     def __init__(
         self, members: Sequence[StagingNode], layout: Layout, interface: str | None
@@ -201,11 +257,16 @@ class StagingGroup:
     def is_filled(self) -> bool:
         return not any(self.missing(member) for member in self.members)
 
+    @property
+    def can_all_read(self) -> bool:
+        return all(member.node in self.readers for member in self.members)
+
     def missing(self, member: StagingNode) -> set[int]:
         return set(range(self.layout.num_blocks)) - self.have[member.node]
 
     def order(self) -> None:
-        """The first must be able to serve every block, so one that reads the source goes before."""
+        """The node that has most first. It must be able to serve every block, so a node that
+        reads the source precedes one that does not."""
         self.members.sort(
             key=lambda member: (
                 member.node not in self.readers and bool(self.missing(member)),
@@ -216,46 +277,31 @@ class StagingGroup:
     def ask(
         self,
         op: str,
-        arguments: Callable[[StagingNode], dict[str, Any]] | None = None,
+        arguments: Arguments | None = None,
         members: Sequence[StagingNode] | None = None,
     ) -> dict[str, Answer]:
         """All at once. A node that is lost, or has no more room while others copy, is left out
         from then on; any other error is raised."""
-        asked = [
-            (member, member.ask(op, **(arguments(member) if arguments else {})))
-            for member in (self.members if members is None else members)
-        ]
-        replies: dict[str, Answer] = {}
-        errors: list[tuple[StagingNode, Exception]] = []
-        for member, future in asked:
-            try:
-                replies[member.node] = wait_for(member, future)
-            except NodeLostError as error:
-                self.lost[member.node] = str(error)
-                self.members.remove(member)
-            except Exception as error:
-                errors.append((member, error))
-        self._raise_or_lose(op, errors, is_alone=not replies)
+        found = ask_each(self.members if members is None else members, op, arguments)
+        answers = {m.node: answer for m, answer in found if not isinstance(answer, Exception)}
+        for member, answer in found:
+            if not isinstance(answer, Exception):
+                continue
+            # A disk that fills up or fails on one node must not cost the others their copy.
+            is_local = op in _COPYING and isinstance(answer, SetupError) and answers
+            if not isinstance(answer, AgentGoneError) and not is_local:
+                raise answer
+            self.lost[member.node] = str(answer).rstrip(".")
+            self.members.remove(member)
         if not self.members:
             raise SetupError(
                 f"All nodes are lost: {'; '.join(self.lost.values())}.",
-                remedy="start this again: it goes on where it stopped",
+                remedy="start this again: it continues where it stopped",
             )
-        return replies
-
-    def _raise_or_lose(
-        self, op: str, errors: Sequence[tuple[StagingNode, Exception]], *, is_alone: bool
-    ) -> None:
-        """A disk that fills up or fails on one node must not cost the others their copy."""
-        for _, error in errors:
-            if is_alone or op not in _COPYING or not isinstance(error, SetupError):
-                raise error
-        for member, error in errors:
-            self.lost[member.node] = str(error).rstrip(".")
-            self.members.remove(member)
+        return answers
 
     def measure_load(self) -> CopyLoad:
-        """What has to be moved now, and how far."""
+        """How much has to be moved now, and how far."""
         lacking = [self.missing(member) for member in self.members]
         relayed: set[int] = set().union(*lacking[1:])
         return CopyLoad(
@@ -268,40 +314,34 @@ class StagingGroup:
         )
 
     def wire_up(self, how: CopyMethod) -> dict[str, list[list[Any]]]:
-        """Each node's children as address, port and token; everybody but the first listens."""
+        """Each node's children as address, port and token; all but the first node listen."""
         if len(self.members) < 2:
             return {member.node: [] for member in self.members}
         tokens = {member.node: make_token() for member in self.members}
-        first = self.members[0].node
+        first, second = self.members[0].node, self.members[1].node
         places = self.ask(
             "listen",
             lambda member: {
                 "token": tokens[member.node],
                 "interface": self.interface,
-                "peer": self.members[1].node if member.node == first else first,
+                "peer": second if member.node == first else first,
             },
         )
         nodes = [member.node for member in self.members]
+        targets = [[places[node]["address"], places[node]["port"], tokens[node]] for node in nodes]
         return {
-            nodes[place]: [
-                [places[nodes[k]]["address"], places[nodes[k]]["port"], tokens[nodes[k]]]
-                for k in list_children(how, place, len(nodes))
-            ]
-            for place in range(len(nodes))
+            node: [targets[child] for child in list_children(how, index, len(nodes))]
+            for index, node in enumerate(nodes)
         }
 
     def note(self, replies: dict[str, Answer]) -> None:
-        """What the nodes say they have."""
-        for node, state in replies.items():
-            self.have[node] = from_ranges(state["have"])
+        """The blocks that the nodes report to have."""
+        for node, reply in replies.items():
+            self.have[node] = from_ranges(reply["have"])
 
 
-def list_children(how: CopyMethod, place: int, num_nodes: int) -> list[int]:
-    """Places of those that the node at `place` sends to."""
-    if how is CopyMethod.CHAIN:
-        below = range(place + 1, place + 2)
-    elif how is CopyMethod.TREE:
-        below = range(FAN_OUT * place + 1, FAN_OUT * place + 1 + FAN_OUT)
-    else:
-        below = range(0)
+def list_children(how: CopyMethod, index: int, num_nodes: int) -> list[int]:
+    """The nodes that node `index` sends to."""
+    fan_out = {CopyMethod.CHAIN: 1, CopyMethod.TREE: FAN_OUT}.get(how, 0)
+    below = range(fan_out * index + 1, fan_out * index + 1 + fan_out)
     return [child for child in below if child < num_nodes]

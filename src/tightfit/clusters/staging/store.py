@@ -1,7 +1,7 @@
-"""One model's copy while it grows: blocks on the disk, and a record of those that are there.
+"""A model as numbered blocks: read from its source, and its copy while it grows.
 
-A block counts only once its record follows it, with the digest of what was written. A process
-that is killed at any moment leaves a folder of another name that the next one goes on with.
+A block of the copy counts only once its record follows it, with the digest of what was written. A
+process that is killed at any moment leaves a folder of another name that the next one continues.
 """
 
 from __future__ import annotations
@@ -11,21 +11,180 @@ import os
 import shutil
 import struct
 import threading
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+import time
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
-from tightfit.clusters.staging.blocks import DIGEST_BYTES, Layout, digest_block
 from tightfit.clusters.staging.home import PROGRESS, make_home, measure_folder, remove_copy
 from tightfit.core.errors import SetupError
 from tightfit.core.files import PARTIAL, sync, write_atomic
 from tightfit.runtime.staged import (
     MANIFEST_ENDING,
     Manifest,
-    StagedFile,
     is_whole,
     read_manifest,
+    source_folder,
 )
+
+DIGEST_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockLocation:
+    """Where one block lies."""
+
+    file: int
+    offset: int
+    num_bytes: int
+
+
+class Layout:
+    """Blocks of a manifest's files, in order; none spans two files."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self.block_bytes = manifest.block_bytes
+        self.names = [file.name for file in manifest.files]
+        self._sizes = [file.size_bytes for file in manifest.files]
+        self._starts = []
+        self.num_blocks = 0
+        for size in self._sizes:
+            self._starts.append(self.num_blocks)
+            self.num_blocks += -(-size // self.block_bytes)
+
+    def locate(self, index: int) -> BlockLocation:
+        if not 0 <= index < self.num_blocks:
+            raise IndexError(f"there is no block {index}")
+        file = bisect_right(self._starts, index) - 1  # past empty files, which start here too
+        offset = (index - self._starts[file]) * self.block_bytes
+        return BlockLocation(
+            file=file, offset=offset, num_bytes=min(self.block_bytes, self._sizes[file] - offset)
+        )
+
+    def blocks_of(self, file: int) -> range:
+        start = self._starts[file]
+        return range(start, start + -(-self._sizes[file] // self.block_bytes))
+
+    def measure(self, indices: Iterable[int]) -> int:
+        """Bytes of these blocks together."""
+        return sum(self.locate(index).num_bytes for index in indices)
+
+
+def digest_block(data: bytes | bytearray | memoryview) -> bytes:
+    """SHA-256, which CPUs have instructions for, cut to 128 bits: enough against accidents."""
+    return hashlib.sha256(data).digest()[:DIGEST_BYTES]
+
+
+def to_ranges(indices: Iterable[int]) -> list[list[int]]:
+    """`[first, past the last]` of each run, so that a million blocks are a line of text."""
+    ranges: list[list[int]] = []
+    for index in sorted(indices):
+        if ranges and ranges[-1][1] == index:
+            ranges[-1][1] = index + 1
+        else:
+            ranges.append([index, index + 1])
+    return ranges
+
+
+def from_ranges(ranges: Sequence[Sequence[int]]) -> set[int]:
+    return {index for first, end in ranges for index in range(first, end)}
+
+
+# Blocks read from the shared file system, several at a time, without filling the page cache.
+
+NUM_READERS = 4
+"""At once on each node: one alone waits for the storage most of its time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Block:
+    """One block's contents on their way."""
+
+    index: int
+    data: bytes | bytearray
+    digest: bytes
+
+
+class BlockSource:
+    """The files of a manifest where they came from."""
+
+    def __init__(self, wanted: Manifest) -> None:
+        self._folder = source_folder(Path(wanted.source))
+        self._layout = Layout(wanted)
+        self._files: dict[int, int] = {}
+        self._lock = threading.Lock()
+
+    def read(self, index: int) -> bytes:
+        """The block from the file system itself.
+
+        Pages that this machine has kept are given up first, so that what is measured is the
+        storage, and again afterwards: beside a copy in RAM they would be a second one.
+        """
+        place = self._layout.locate(index)
+        path = self._folder / self._layout.names[place.file]
+        span = (place.offset, place.num_bytes)
+        try:
+            with self._lock:
+                if place.file not in self._files:
+                    self._files[place.file] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                handle = self._files[place.file]
+            os.posix_fadvise(handle, *span, os.POSIX_FADV_DONTNEED)
+            parts = []
+            done = 0
+            while done < place.num_bytes:
+                part = os.pread(handle, place.num_bytes - done, place.offset + done)
+                if not part:
+                    raise SetupError(
+                        f"{path} has become shorter while it was read.",
+                        remedy="start this again when nobody writes there",
+                    )
+                parts.append(part)
+                done += len(part)
+            os.posix_fadvise(handle, *span, os.POSIX_FADV_DONTNEED)
+        except OSError as error:
+            raise SetupError(
+                f"Cannot read {path}: {error.strerror or error}.",
+                remedy="see whether the shared file system is well, then start this again",
+            ) from error
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def close(self) -> None:
+        with self._lock:
+            for handle in self._files.values():
+                os.close(handle)
+            self._files.clear()
+
+
+def read_ahead(
+    read: Callable[[int], bytes], indices: Sequence[int], *, until: float | None = None
+) -> Iterator[Block]:
+    """The blocks in order, the next few of them under way; no new one is begun after `until`."""
+
+    def fetch(index: int) -> Block:
+        data = read(index)
+        return Block(index=index, data=data, digest=digest_block(data))
+
+    waiting: deque[Future[Block]] = deque()
+    with ThreadPoolExecutor(NUM_READERS) as pool:
+        try:
+            for index in indices:
+                if until is not None and time.monotonic() > until:
+                    break
+                waiting.append(pool.submit(fetch, index))
+                if len(waiting) > NUM_READERS:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for future in waiting:
+                future.cancel()
+
+
+# The copy.
 
 _RECORD = struct.Struct(f"!I{DIGEST_BYTES}s")
 NUM_THREADS = min(4, os.cpu_count() or 1)
@@ -45,6 +204,11 @@ class Store:
         self._files: dict[int, int] = {}
         self._progress: int | None = None
         self._lock = threading.Lock()
+        self._partial = home / f"{wanted.key}{PARTIAL}"
+        self._progress_path = home / f"{wanted.key}{PROGRESS}"
+        self._manifest_path = home / f"{wanted.key}{MANIFEST_ENDING}"
+        self._head = hashlib.sha256(wanted.model_dump_json().encode()).digest()
+        """Ties records to the very files they are of."""
         self._find()
 
     @property
@@ -61,40 +225,24 @@ class Store:
 
     def _find(self) -> None:
         """What is there of exactly these files. Nothing is changed yet."""
-        held = read_manifest(self.home, self.wanted.key)
-        if held is not None and _strip(held) == self.wanted and is_whole(self.path, held):
-            self.is_whole = True
-            listed = [bytes.fromhex(digest) for file in held.files for digest in file.digests]
-            self.digests = dict(enumerate(listed))
-            if len(listed) == self.layout.num_blocks:
+        manifest = read_manifest(self.home, self.wanted.key)
+        if manifest is not None and is_whole(self.path, manifest):
+            plain = [file.model_copy(update={"digests": ()}) for file in manifest.files]
+            listed = [bytes.fromhex(digest) for file in manifest.files for digest in file.digests]
+            is_same = manifest.model_copy(update={"files": tuple(plain)}) == self.wanted
+            if is_same and len(listed) == self.layout.num_blocks:
+                self.is_whole = True
+                self.digests = dict(enumerate(listed))
                 return
-            self.is_whole, self.digests = False, {}
-        if self._partial.is_dir() and not self._partial.is_symlink():
-            self.digests = self._read_progress()
-
-    @property
-    def _partial(self) -> Path:
-        return self.home / f"{self.wanted.key}{PARTIAL}"
-
-    @property
-    def _progress_path(self) -> Path:
-        return self.home / f"{self.wanted.key}{PROGRESS}"
-
-    def _head(self) -> bytes:
-        """Ties records to the very files they are of."""
-        return hashlib.sha256(self.wanted.model_dump_json().encode()).digest()
-
-    def _read_progress(self) -> dict[int, bytes]:
-        try:
+        if not self._partial.is_dir() or self._partial.is_symlink():
+            return
+        with suppress(OSError):
             data = self._progress_path.read_bytes()
-        except OSError:
-            return {}
-        head = self._head()
-        if data[: len(head)] != head:
-            return {}
-        whole = (len(data) - len(head)) // _RECORD.size * _RECORD.size
-        records = _RECORD.iter_unpack(data[len(head) : len(head) + whole])
-        return {index: digest for index, digest in records if index < self.layout.num_blocks}
+            head, records = data[: len(self._head)], data[len(self._head) :]
+            if head == self._head:
+                whole = len(records) // _RECORD.size * _RECORD.size  # the last may be cut off
+                found = _RECORD.iter_unpack(records[:whole])
+                self.digests = {i: digest for i, digest in found if i < self.layout.num_blocks}
 
     @property
     def num_stale_bytes(self) -> int:
@@ -110,7 +258,7 @@ class Store:
         if not self.digests:
             remove_copy(self.home, self.wanted.key)
         else:
-            (self.home / f"{self.wanted.key}{MANIFEST_ENDING}").unlink(missing_ok=True)
+            self._manifest_path.unlink(missing_ok=True)
             shutil.rmtree(self.path, ignore_errors=True)
 
     def begin(self) -> None:
@@ -128,7 +276,7 @@ class Store:
 
     def _write_progress(self) -> None:
         records = b"".join(_RECORD.pack(*item) for item in self.digests.items())
-        write_atomic(self._progress_path, self._head() + records)
+        write_atomic(self._progress_path, self._head + records)
         self._progress_path.chmod(0o600)
 
     def _open(self, number: int) -> int:
@@ -169,9 +317,9 @@ class Store:
         place = self.layout.locate(index)
         return os.pread(self._open(place.file), place.num_bytes, place.offset)
 
-    def find_bad(self, indices: Iterable[int] | None = None) -> list[int]:
+    def find_bad(self) -> list[int]:
         """Blocks whose contents are not what their records say; reads them all back."""
-        wanted = sorted(self.digests if indices is None else indices)
+        wanted = sorted(self.digests)
         for number in range(len(self.wanted.files)) if wanted else ():
             handle = self._open(number)
             if not self.is_whole:
@@ -192,7 +340,7 @@ class Store:
             return
         self.close()
         if self.is_whole:
-            (self.home / f"{self.wanted.key}{MANIFEST_ENDING}").unlink(missing_ok=True)
+            self._manifest_path.unlink(missing_ok=True)
             self.path.rename(self._partial)
             self.is_whole = False
         self.digests = {index: d for index, d in self.digests.items() if index not in bad}
@@ -209,24 +357,16 @@ class Store:
         self.close()
         self._partial.rename(self.path)
         sync(self.home)
-        manifest = self._manifest()
-        target = self.home / f"{self.wanted.key}{MANIFEST_ENDING}"
-        write_atomic(target, manifest.model_dump_json() + "\n")
-        target.chmod(0o600)
+        files = []
+        for number, file in enumerate(self.wanted.files):
+            digests = tuple(self.digests[i].hex() for i in self.layout.blocks_of(number))
+            files.append(file.model_copy(update={"digests": digests}))
+        manifest = self.wanted.model_copy(update={"files": tuple(files)})
+        write_atomic(self._manifest_path, manifest.model_dump_json() + "\n")
+        self._manifest_path.chmod(0o600)
         self._progress_path.unlink(missing_ok=True)
         self.is_whole = True
         return self.path
-
-    def _manifest(self) -> Manifest:
-        files = [
-            file.model_copy(
-                update={
-                    "digests": tuple(self.digests[i].hex() for i in self.layout.blocks_of(number))
-                }
-            )
-            for number, file in enumerate(self.wanted.files)
-        ]
-        return self.wanted.model_copy(update={"files": tuple(files)})
 
     def root(self) -> str:
         """One digest over those of all blocks: equal on two nodes where their copies are."""
@@ -241,12 +381,3 @@ class Store:
             if self._progress is not None:
                 os.close(self._progress)
                 self._progress = None
-
-
-def _strip(manifest: Manifest) -> Manifest:
-    """As it is before any block is there."""
-    files = tuple(
-        StagedFile(name=file.name, size_bytes=file.size_bytes, mtime_ns=file.mtime_ns)
-        for file in manifest.files
-    )
-    return manifest.model_copy(update={"files": files})

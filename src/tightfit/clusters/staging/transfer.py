@@ -11,13 +11,11 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 
-import psutil
-
-from tightfit.clusters.staging.blocks import DIGEST_BYTES, Block, digest_block
-from tightfit.clusters.staging.store import NUM_THREADS, Store
-from tightfit.core.errors import SetupError, UserError
+from tightfit.clusters.staging.store import DIGEST_BYTES, NUM_THREADS, Block, Store, digest_block
+from tightfit.core.errors import UserError
 
 CONNECT_SECONDS = 20.0
 SILENCE_SECONDS = 60.0
@@ -32,43 +30,6 @@ _PIECE_BYTES = 1 << 18
 
 def make_token() -> str:
     return secrets.token_hex(_TOKEN_CHARS // 2)
-
-
-def choose_address(interface: str | None, peer: str | None) -> str:
-    """This node's address towards the others: the interface's, or the way to a named peer."""
-    if interface is not None:
-        return _address_of(interface)
-    if peer is not None:
-        try:
-            family, kind, _, _, place = socket.getaddrinfo(peer, 9, type=socket.SOCK_DGRAM)[0]
-            with socket.socket(family, kind) as probe:
-                probe.connect(place)  # a datagram socket only looks up its route
-                found = str(probe.getsockname()[0])
-        except OSError:
-            found = ""
-        if found and not found.startswith("127.") and found != "::1":
-            return found
-    for name, facts in psutil.net_if_stats().items():
-        if facts.isup and name != "lo" and not name.startswith(("docker", "virbr", "veth", "cni")):
-            for entry in psutil.net_if_addrs().get(name, ()):
-                if entry.family == socket.AF_INET:
-                    return str(entry.address)
-    raise SetupError(
-        f"{socket.gethostname()} has no network address that other nodes could reach.",
-        remedy="name the network device between nodes: --interface eth0",
-    )
-
-
-def _address_of(interface: str) -> str:
-    entries = psutil.net_if_addrs()
-    for family in (socket.AF_INET, socket.AF_INET6):
-        for entry in entries.get(interface, ()):
-            if entry.family == family:
-                return str(entry.address)
-    raise SetupError(
-        f"{socket.gethostname()} has no network device {interface} with an address.",
-        remedy=f"--interface with one of {', '.join(sorted(set(entries) - {'lo'}))}",
-    )
 
 
 def listen(address: str) -> socket.socket:
@@ -183,48 +144,39 @@ class Tally:
     num_bytes: int = 0
     bad: list[int] = field(default_factory=list)
     """Arrived with other contents than they were sent with; not kept."""
-    is_cut: bool = False
-    """The blocks stopped coming before their end."""
-    num_lost: int = 0
-    """Children that went away."""
 
 
 class _Child:
-    """A neighbour further down, fed by a thread of its own; where it dies, the rest goes on."""
+    """A neighbour further down, fed by its own thread; if it dies, the rest continues."""
 
     def __init__(self, link: socket.socket) -> None:
         self._link = link
         self._waiting: queue.Queue[Block | None] = queue.Queue(_QUEUED_BLOCKS)
-        self.is_lost = False
         self._is_cut = False
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def put(self, block: Block | None) -> None:
+    def put(self, block: Block) -> None:
         self._waiting.put(block)
 
     def end(self, *, is_cut: bool) -> None:
-        """The last block was given; one that was cut off must not look like an end."""
+        """No more blocks come; a stream that was cut off must not look like an end."""
         self._is_cut = is_cut
         self._waiting.put(None)
         self._thread.join()
 
     def _run(self) -> None:
-        while (block := self._waiting.get()) is not None:
-            if not self.is_lost:
-                self._try(block)
-        if not self.is_lost and not self._is_cut:
-            self._try(None)
-        self._link.close()
-
-    def _try(self, block: Block | None) -> None:
-        try:
-            if block is None:
-                send_end(self._link)
-            else:
-                send_block(self._link, block)
-        except OSError:
-            self.is_lost = True
+        is_lost = False
+        with self._link:
+            while (block := self._waiting.get()) is not None:
+                if not is_lost:  # else only make room in the queue
+                    try:
+                        send_block(self._link, block)
+                    except OSError:
+                        is_lost = True
+            if not is_lost and not self._is_cut:
+                with suppress(OSError):
+                    send_end(self._link)
 
 
 class Relay:
@@ -242,6 +194,7 @@ class Relay:
 
     def run(self, blocks: Iterator[Block]) -> Tally:
         """Until the blocks end, or stop coming; raises only where nothing more can be kept."""
+        is_cut = False
         with ThreadPoolExecutor(NUM_THREADS) as pool:
             try:
                 for block in blocks:
@@ -252,20 +205,24 @@ class Relay:
                     if self._error is not None:
                         break
             except OSError:
-                self.tally.is_cut = True
+                is_cut = True
             except UserError as error:
                 self._error = error
-        is_cut = self.tally.is_cut or self._error is not None
         for child in self._children:
-            child.end(is_cut=is_cut)
-        self.tally.num_lost = sum(child.is_lost for child in self._children)
+            child.end(is_cut=is_cut or self._error is not None)
         if self._error is not None:
             raise self._error
         return self.tally
 
     def _keep(self, block: Block) -> None:
         try:
-            if not self._is_trusted and not self._is_sound(block):
+            layout = self._store.layout
+            is_sound = self._is_trusted or (
+                block.index < layout.num_blocks
+                and layout.locate(block.index).num_bytes == len(block.data)
+                and digest_block(block.data) == block.digest
+            )
+            if not is_sound:
                 self.tally.bad.append(block.index)
             elif block.index not in self._store.digests:
                 self._store.write(block.index, memoryview(block.data), block.digest)
@@ -275,11 +232,3 @@ class Relay:
             self._error = error
         finally:
             self._slots.release()
-
-    def _is_sound(self, block: Block) -> bool:
-        layout = self._store.layout
-        return (
-            block.index < layout.num_blocks
-            and layout.locate(block.index).num_bytes == len(block.data)
-            and digest_block(block.data) == block.digest
-        )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import random
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -13,10 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tightfit.core.errors import DoesNotFitError, InvalidInputError, UserError
 from tightfit.core.sampling import Sampling
-from tightfit.data.prompter import Prompter, TextStream
-from tightfit.engines.protocol import Delta, Done, Event, Failed, FinishReason, Listener, Request
+from tightfit.data.templates import Prompter, TextStream
+from tightfit.engines.protocol import BaseAnswer, FinishReason, Listener, Request
 from tightfit.engines.transformers.rows import BatchRows
-from tightfit.runtime.devices import is_out_of_memory
+from tightfit.runtime.libraries import is_out_of_memory
 
 if TYPE_CHECKING:
     import torch
@@ -114,100 +113,47 @@ def draw_tokens(logits: torch.Tensor, settings: torch.Tensor) -> torch.Tensor:
 # One request: tokens to text and events, and when it ends.
 
 
-class RunningAnswer:
-    """The state of an answer in progress. Only the engine's thread changes it."""
+class RunningAnswer(BaseAnswer[TextStream]):
+    """An answer whose tokens the batch computes one by one."""
 
     def __init__(
         self, request: Request, listener: Listener, prompter: Prompter, *, max_context: int
     ) -> None:
-        self.prompt = request.prompt
         self.sampling: Sampling = request.sampling
+        super().__init__(
+            request, listener, prompter.stop_ids, TextStream(prompter, self.sampling.stop)
+        )
         self.tokens: list[int] = []
         """All new tokens so far, the stop token included."""
         self.seed = random.getrandbits(63) if self.sampling.seed is None else self.sampling.seed
         """Draws are numbered by token, so that a preempted answer continues with the same ones."""
-        self.is_cancelled = False
-        self.is_over = False
-        self._listener = listener
-        self._stops = (
-            frozenset() if self.sampling.ignores_stop_tokens else frozenset(prompter.stop_ids)
-        )
-        self._stream = TextStream(prompter, self.sampling.stop)
-        self._pending: list[int] = []
         self.most_tokens = self.sampling.max_new_tokens
         if not prompter.tokenizer.is_encoder_decoder:
-            self.most_tokens = min(self.most_tokens, max_context - len(self.prompt))
-        self._submitted_s = time.monotonic()
-        self._first_token_s = 0.0
+            self.most_tokens = min(self.most_tokens, max_context - len(request.prompt))
 
     @property
     def so_far(self) -> list[int]:
         """Prompt and answer so far: what a preempted answer is prefilled with again."""
-        return [*self.prompt, *self.tokens]
+        return [*self.request.prompt, *self.tokens]
 
     @property
     def num_left(self) -> int:
         """Tokens that may still come."""
         return self.most_tokens - len(self.tokens)
 
-    def cancel(self) -> None:
-        """From any thread; the engine sees it before its next step."""
-        self.is_cancelled = True
-
     def take(self, token: int) -> bool:
         """Take the next token. True when the answer ends with it."""
-        if not self.tokens:
-            self._first_token_s = time.monotonic()
+        self.mark_first_token()
         self.tokens.append(token)
-        if token in self._stops:
-            return self._end(FinishReason.STOP)
-        self._pending.append(token)
-        piece = self._stream.push([token])
-        if piece:
-            self._emit(Delta(text=piece, tokens=self._hand_over()))
-        if self._stream.is_stopped:
-            return self._end(FinishReason.STOP)
-        return self._end(FinishReason.LENGTH) if self.num_left <= 0 else False
-
-    def end_cancelled(self) -> None:
-        self._end(FinishReason.CANCELLED)
-
-    def fail(self, error: Exception) -> None:
-        if not self.is_over:
-            self.is_over = True
-            self._emit(Failed(error=error))
-
-    def _end(self, reason: FinishReason) -> bool:
-        if self.is_over:
-            return True
-        self.is_over = True
-        rest = "" if self._stream.is_stopped else self._stream.finish()
-        if rest or self._pending:
-            self._emit(Delta(text=rest, tokens=self._hand_over()))
-        now = time.monotonic()
-        self._emit(
-            Done(
-                reason=reason,
-                text=self._stream.text,
-                num_prompt_tokens=len(self.prompt),
-                num_new_tokens=len(self.tokens),
-                submitted_s=self._submitted_s,
-                first_token_s=self._first_token_s or now,
-                finished_s=now,
-            )
-        )
-        return True
-
-    def _hand_over(self) -> tuple[int, ...]:
-        tokens = tuple(self._pending)
-        self._pending.clear()
-        return tokens
-
-    def _emit(self, event: Event) -> None:
-        try:
-            self._listener(event)
-        except Exception:  # a broken listener must not end other answers
-            self.is_cancelled = True
+        self.num_new_tokens += 1
+        is_stop = token in self.stop_ids
+        if not is_stop:
+            self.show(self.text.push([token]), [token])
+        if is_stop or self.text.is_stopped:
+            self.end(FinishReason.STOP)
+        elif self.num_left <= 0:
+            self.end(FinishReason.LENGTH)
+        return self.is_over
 
 
 _Result = TypeVar("_Result")
@@ -303,7 +249,7 @@ class ContinuousBatcher:
             self._calls.clear()
         for answer in left:
             if error is None:
-                answer.end_cancelled()
+                answer.end(FinishReason.CANCELLED)
             else:
                 answer.fail(error)
         for _, future in calls:
@@ -325,10 +271,10 @@ class ContinuousBatcher:
             for answer in gone:
                 self._waiting.remove(answer)
         for answer in gone:
-            answer.end_cancelled()
+            answer.end(FinishReason.CANCELLED)
         for row in reversed(range(len(self._active))):
             if self._active[row].is_cancelled:
-                self._active[row].end_cancelled()
+                self._active[row].end(FinishReason.CANCELLED)
                 self._drop_row(row)
 
     def _admit(self) -> None:
@@ -383,7 +329,11 @@ class ContinuousBatcher:
         self._active.extend(joiners)
         self._next = None
         self._device = logits.device
-        self._mark_prompt_tokens(joiners, logits)
+        for answer in joiners:
+            if answer.sampling.repetition_penalty != 1.0:
+                seen = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
+                seen[torch.tensor(answer.so_far, device=logits.device)] = True
+                self._seen[id(answer)] = seen
         is_number = torch.isfinite(logits).all(dim=-1).tolist()
         try:
             chosen = self._choose(logits, joiners).tolist()
@@ -391,12 +341,18 @@ class ContinuousBatcher:
             self._recover(error, is_behind=True)
             return
         ended = []
-        for place, (answer, token) in enumerate(zip(joiners, chosen, strict=True)):
-            if not is_number[place]:
-                answer.fail(_non_finite_error())
-                ended.append(first + place)
+        for number, (answer, token) in enumerate(zip(joiners, chosen, strict=True)):
+            if not is_number[number]:
+                answer.fail(
+                    InvalidInputError(
+                        "The model's scores are not numbers (NaN or infinity).",
+                        remedy="--weights bf16 or fp32; if they stay, the weights are damaged: "
+                        "tightfit verify",
+                    )
+                )
+                ended.append(first + number)
             elif answer.take(token):
-                ended.append(first + place)
+                ended.append(first + number)
         for row in reversed(ended):
             self._drop_row(row)
 
@@ -451,15 +407,6 @@ class ContinuousBatcher:
         )
         return logits.index_copy(0, places, penalize(logits[places], seen, by))
 
-    def _mark_prompt_tokens(self, joiners: list[RunningAnswer], logits: torch.Tensor) -> None:
-        import torch
-
-        for answer in joiners:
-            if answer.sampling.repetition_penalty != 1.0:
-                seen = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
-                seen[torch.tensor(answer.so_far, device=logits.device)] = True
-                self._seen[id(answer)] = seen
-
     def _drop_row(self, row: int) -> None:
         """Drop a row; the last one takes its place, here and on the device."""
         self._seen.pop(id(self._active[row]), None)
@@ -512,16 +459,8 @@ def closed_error() -> UserError:
     return UserError("The engine has been closed.", remedy="start the command again")
 
 
-def _non_finite_error() -> UserError:
-    return InvalidInputError(
-        "The model's scores are not numbers (NaN or infinity).",
-        remedy="--weights bf16 or fp32; if they stay, the weights are damaged: tightfit verify",
-    )
-
-
 def out_of_memory_error(answer: RunningAnswer) -> UserError:
-    count = len(answer.prompt) + len(answer.tokens)
     return DoesNotFitError(
-        f"Memory ran out on a request of {count:,} tokens, alone on the device.",
+        f"Memory ran out on a request of {len(answer.so_far):,} tokens, alone on the device.",
         remedy="--weights nf4, a shorter prompt or --context, or --device cpu",
     )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import cache_utils
 
-from tightfit.runtime.devices import is_out_of_memory
+from tightfit.runtime.libraries import is_out_of_memory
 
 if TYPE_CHECKING:
     import torch

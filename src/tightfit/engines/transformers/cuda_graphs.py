@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 from transformers import cache_utils
 
 from tightfit.engines.transformers.rows import DecoderRows, has_plain_cache, round_columns
-from tightfit.runtime.attention import GROUPED_DECODE, register_grouped_decode
-from tightfit.runtime.devices import is_out_of_memory
+from tightfit.runtime.attention import GROUPED_DECODE, register_attention
+from tightfit.runtime.libraries import is_out_of_memory
 
 if TYPE_CHECKING:
     import torch
@@ -46,10 +46,6 @@ class CudaGraphs:
         self._captures = captures
         self._graphs: dict[GraphShape, _CapturedGraph] = {}
         self._pool: Any = None
-
-    @property
-    def num_graphs(self) -> int:
-        return len(self._graphs)
 
     def forget(self) -> None:
         """Drop all graphs: the buffers have moved, and graphs hold their old addresses."""
@@ -205,7 +201,7 @@ class SlotRows(DecoderRows):
 
     def __init__(self, model: Any, *, most_rows: int) -> None:
         super().__init__(model, most_rows=most_rows)
-        register_grouped_decode()
+        register_attention()
         model.config._attn_implementation = GROUPED_DECODE
         self._is_stale = True
         """The lengths on the device must be written again."""

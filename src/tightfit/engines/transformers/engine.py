@@ -3,41 +3,52 @@
 from __future__ import annotations
 
 import inspect
-import threading
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from tightfit.core.errors import UsageError
 from tightfit.engines.open import EngineRequest, open_prompter
 from tightfit.engines.protocol import (
-    Engine,
+    BaseEngine,
     EngineInfo,
     Listener,
     Request,
     Ticket,
-    check_request,
     choose_context,
 )
-from tightfit.engines.transformers.batch import (
-    ContinuousBatcher,
-    RunningAnswer,
-    closed_error,
-    free_memory,
-)
+from tightfit.engines.transformers.batch import ContinuousBatcher, RunningAnswer, free_memory
 from tightfit.engines.transformers.rows import (
     CPU_SLOTS,
-    KV_MEMORY_FRACTION,
-    MAX_GPU_SLOTS,
     PREFILL_TOKENS,
-    open_rows,
+    BatchRows,
+    DecoderRows,
+    EncoderDecoderRows,
+    SingleRow,
+    count_gpu_slots,
+    has_plain_cache,
 )
-from tightfit.runtime.load_for_inference import LoadedModel, load_for_inference
+from tightfit.runtime.inference import LoadedModel, load_for_inference
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from tightfit.data.prompter import Prompter
+    from tightfit.data.templates import Prompter
+
+_Result = TypeVar("_Result")
+
+
+def open_rows(model: Any, *, most_rows: int) -> BatchRows:
+    """The kind of rows that the family needs."""
+    if model.config.is_encoder_decoder:
+        return EncoderDecoderRows(model)
+    if not has_plain_cache(model.config):
+        return SingleRow(model)
+    from tightfit.engines.transformers.cuda_graphs import SlotRows, supports_slots
+
+    if model.device.type == "cuda" and supports_slots(model):
+        return SlotRows(model, most_rows=most_rows)
+    return DecoderRows(model, most_rows=most_rows)
 
 
 # Sizes of a loaded model: parameters, bytes, slots.
@@ -88,13 +99,7 @@ def kv_bytes_per_token(model: Any) -> int:
     width = getattr(config, "head_dim", None) or getattr(config, "d_kv", None)
     width = int(width or config.hidden_size // heads)
     layers = int(getattr(config, "num_decoder_layers", None) or config.num_hidden_layers)
-    return 2 * layers * key_heads * width * _value_bytes(model)
-
-
-def _value_bytes(model: Any) -> int:
-    import torch
-
-    return int(torch.empty((), dtype=model.dtype).element_size())
+    return 2 * layers * key_heads * width * int(model.dtype.itemsize)
 
 
 def find_context(config: Any) -> int | None:
@@ -109,21 +114,16 @@ def choose_slots(model: Any, asked: int | None, *, max_context: int) -> int:
     """Requests at once: as many as memory holds when each fills half of its context."""
     import torch
 
-    from tightfit.engines.transformers.rows import has_plain_cache
-
     if not model.config.is_encoder_decoder and not has_plain_cache(model.config):
         return 1
     if asked is not None:
         return max(1, asked)
     if model.device.type != "cuda":
         return CPU_SLOTS
-    free = sum(torch.cuda.mem_get_info(index)[0] for index in _gpus(model))
+    gpus = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
+    free = sum(torch.cuda.mem_get_info(index)[0] for index in gpus)
     each = kv_bytes_per_token(model) * max(1, max_context // 2)
-    return max(1, min(MAX_GPU_SLOTS, int(free * KV_MEMORY_FRACTION // each)))
-
-
-def _gpus(model: Any) -> set[int]:
-    return {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
+    return count_gpu_slots(free, each)
 
 
 # Logits of a whole text, computed piece by piece so that they never fill the device.
@@ -136,8 +136,6 @@ def compute_logits(model: Any, tokens: list[int]) -> NDArray[np.float32]:
     """(tokens, vocabulary) in fp32. Must not run beside a step."""
     import numpy as np
     import torch
-
-    from tightfit.engines.transformers.rows import has_plain_cache
 
     device = model.get_input_embeddings().weight.device
     # The head may be quantized, and then has no weight of that shape.
@@ -171,7 +169,6 @@ def _open_cache(model: Any) -> Any:
     from transformers import DynamicCache
 
     from tightfit.engines.transformers.cache import RowCache
-    from tightfit.engines.transformers.rows import has_plain_cache
 
     if not has_plain_cache(model.config):
         return DynamicCache(config=model.config)
@@ -180,14 +177,14 @@ def _open_cache(model: Any) -> Any:
     return cache
 
 
-def open_transformers(request: EngineRequest, *, why: str) -> Engine:
+def open_transformers(request: EngineRequest, *, why: str) -> TransformersEngine:
     """Load the artefact and start to take requests."""
     prompter = open_prompter(request)
     loaded = load_for_inference(request.artefact, weights=request.weights, device=request.device)
     return TransformersEngine(loaded, prompter, request, why=why)
 
 
-class TransformersEngine:
+class TransformersEngine(BaseEngine):
     """A loaded model, and the batch that computes its answers."""
 
     def __init__(
@@ -195,16 +192,10 @@ class TransformersEngine:
     ) -> None:
         import transformers
 
-        model = loaded.model
-        self._model: Any = model
-        self._prompter = prompter
-        self._lock = threading.Lock()
-        self._is_closed = False
-        self._num_vocabulary = int(model.get_input_embeddings().weight.shape[0])
+        model: Any = loaded.model
         max_context = choose_context(request.context, find_context(model.config))
         num_slots = choose_slots(model, request.slots, max_context=max_context)
-        self._batcher = _open_batcher(model, num_slots=num_slots)
-        self._info = EngineInfo(
+        info = EngineInfo(
             engine="transformers",
             version=str(transformers.__version__),
             why=f"{why} {loaded.note}".strip(),
@@ -217,23 +208,19 @@ class TransformersEngine:
             weight_bytes=count_bytes(model),
             kv_bytes_per_token=kv_bytes_per_token(model),
         )
-
-    @property
-    def info(self) -> EngineInfo:
-        return self._info
-
-    @property
-    def prompter(self) -> Prompter:
-        return self._prompter
+        num_vocabulary = int(model.get_input_embeddings().weight.shape[0])
+        super().__init__(info, prompter, num_vocabulary=num_vocabulary)
+        self._model = model
+        self._batcher = ContinuousBatcher(
+            open_rows(model, most_rows=num_slots),
+            num_slots=num_slots,
+            prefill_tokens=PREFILL_TOKENS["cuda" if model.device.type == "cuda" else "cpu"],
+        )
 
     def submit(self, request: Request, listener: Listener) -> Ticket:
         self._check_open()
-        check_request(
-            request, max_context=self._info.max_context, num_vocabulary=self._num_vocabulary
-        )
-        answer = RunningAnswer(
-            request, listener, self._prompter, max_context=self._info.max_context
-        )
+        self._check_request(request)
+        answer = RunningAnswer(request, listener, self.prompter, max_context=self.info.max_context)
         self._batcher.add(answer)
         return answer
 
@@ -245,29 +232,18 @@ class TransformersEngine:
                 remedy="compare its answers instead: tightfit eval",
             )
         wanted = list(tokens)
-        return self._batcher.call(lambda: compute_logits(self._model, wanted))
+        return self.call(lambda model: compute_logits(model, wanted))
 
-    def tokenize(self, text: str) -> list[int]:
-        return self._prompter.tokenizer.encode(text)
+    def call(self, function: Callable[[Any], _Result]) -> _Result:
+        """The function's result on the model, between two steps of the batch."""
+        self._check_open()
+        model = self._model
+        return self._batcher.call(lambda: function(model))
 
     def close(self) -> None:
-        with self._lock:
-            if self._is_closed:
-                return
-            self._is_closed = True
+        if not self._set_closed():
+            return
         self._batcher.close()
         self._model = None
         del self._batcher
         free_memory()
-
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise closed_error()
-
-
-def _open_batcher(model: Any, *, num_slots: int) -> ContinuousBatcher:
-    return ContinuousBatcher(
-        open_rows(model, most_rows=num_slots),
-        num_slots=num_slots,
-        prefill_tokens=PREFILL_TOKENS["cuda" if model.device.type == "cuda" else "cpu"],
-    )

@@ -26,6 +26,12 @@ KV_MEMORY_FRACTION = 0.8
 """Of the free memory that keys and values may take; scores and activations need the rest."""
 
 
+def count_gpu_slots(free_bytes: int, slot_bytes: int) -> int:
+    """Slots whose keys and values fit into a GPU's free memory; at least one."""
+    room = int(max(0, free_bytes) * KV_MEMORY_FRACTION // max(1, slot_bytes))
+    return max(1, min(MAX_GPU_SLOTS, room))
+
+
 def round_columns(count: int) -> int:
     """Columns of a slot that holds `count` tokens."""
     return -(-count // COLUMN_STEP) * COLUMN_STEP
@@ -49,10 +55,6 @@ class EncoderDecoderRows:
         self._cache: Any = None
         self._encoded: Any = None
         self._mask: Any = None
-
-    @property
-    def num_rows(self) -> int:
-        return 0 if self._mask is None else int(self._mask.shape[0])
 
     def join(self, prompts: Sequence[Sequence[int]], most_new: int) -> torch.Tensor:  # noqa: ARG002
         import torch
@@ -79,7 +81,7 @@ class EncoderDecoderRows:
     def drop(self, row: int) -> None:
         import torch
 
-        last = self.num_rows - 1
+        last = int(self._mask.shape[0]) - 1
         if last == 0:
             self._cache = self._encoded = self._mask = None
             return
@@ -121,9 +123,6 @@ class BatchRows(Protocol):
     starts_together: bool
     """Rows start together: none may join, or rejoin, while others run."""
 
-    @property
-    def num_rows(self) -> int: ...
-
     def join(self, prompts: Sequence[Sequence[int]], most_new: int) -> torch.Tensor:
         """Prefill prompts as new rows after the others; return the logits of their first tokens."""
         ...
@@ -135,19 +134,6 @@ class BatchRows(Protocol):
     def drop(self, row: int) -> None:
         """Drop a row; the last one takes its place."""
         ...
-
-
-def open_rows(model: Any, *, most_rows: int) -> BatchRows:
-    """The kind of rows that the family needs."""
-    if model.config.is_encoder_decoder:
-        return EncoderDecoderRows(model)
-    if not has_plain_cache(model.config):
-        return SingleRow(model)
-    from tightfit.engines.transformers.cuda_graphs import SlotRows, supports_slots
-
-    if model.device.type == "cuda" and supports_slots(model):
-        return SlotRows(model, most_rows=most_rows)
-    return DecoderRows(model, most_rows=most_rows)
 
 
 def has_plain_cache(config: Any) -> bool:
@@ -175,10 +161,6 @@ class DecoderRows:
         self._length_tensor: Any = None
         """The same on the device; None after rows were added or dropped."""
         self._cache: Any = None
-
-    @property
-    def num_rows(self) -> int:
-        return len(self._lengths)
 
     def join(self, prompts: Sequence[Sequence[int]], most_new: int) -> torch.Tensor:
         from tightfit.engines.transformers.cache import RowCache
@@ -266,10 +248,6 @@ class SingleRow:
         self._model = model
         self._device = model.get_input_embeddings().weight.device
         self._cache: Any = None
-
-    @property
-    def num_rows(self) -> int:
-        return 0 if self._cache is None else 1
 
     def join(self, prompts: Sequence[Sequence[int]], most_new: int) -> torch.Tensor:  # noqa: ARG002
         import torch

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import json
-import shutil
 import time
 from math import ceil
 from pathlib import Path
 from typing import Any
 
 from tightfit.core.dtypes import Dtype
-from tightfit.core.files import publish_folder, write_atomic
+from tightfit.core.files import atomic_folder, write_atomic
+from tightfit.core.strategy import Strategy
 from tightfit.estimation.host_and_disk import FILE_SHARD_BYTES
 from tightfit.estimation.weights import largest_matrix
 from tightfit.export.formats import ExportFormat
-from tightfit.export.quantize.job import PROCESS_BYTES, QuantizeJob, QuantizeMeasurement
-from tightfit.export.quantize.summary import QuantizeForecast
+from tightfit.export.quantize.job import (
+    PROCESS_BYTES,
+    FormatWriter,
+    QuantizeForecast,
+    QuantizeJob,
+    QuantizeMeasurement,
+)
 from tightfit.hardware.machine import read_peak_memory_bytes, reset_peak_memory
-from tightfit.runtime.load import LoadRequest, load_base
+from tightfit.runtime.load import load_base
 from tightfit.runtime.model_files import copy_tokenizer_files
-from tightfit.runtime.output_folder import begin_folder
 
 MAX_SHARD_BYTES = 5 * 10**9
 BITS_PER_WEIGHT = {Dtype.NF4: 4.127, Dtype.INT8: 8.03}
@@ -27,7 +31,7 @@ BITS_PER_WEIGHT = {Dtype.NF4: 4.127, Dtype.INT8: 8.03}
 READ_BYTES_PER_SECOND = 500e6
 
 
-class BitsandbytesWriter:
+class BitsandbytesWriter(FormatWriter):
     """Writes nf4 and int8 folders."""
 
     def __init__(self, job: QuantizeJob) -> None:
@@ -51,22 +55,12 @@ class BitsandbytesWriter:
     def write(self, wanted: ExportFormat, path: Path) -> QuantizeMeasurement:
         reset_peak_memory()
         started = time.monotonic()
-        work = begin_folder(path)
         source = self._job.source
-        try:
+        with atomic_folder(path) as work:
             save_quantized(source.path, source.artefact.tokenizer, Dtype(wanted.name), work)
-            publish_folder(work, path)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
         return QuantizeMeasurement(
             seconds=time.monotonic() - started, peak_host_bytes=read_peak_memory_bytes()
         )
-
-    def scratch_bytes(self) -> int:
-        return 0
-
-    def close(self) -> None:
-        pass
 
 
 def save_quantized(source: Path, tokenizer: Path, dtype: Dtype, work: Path) -> None:
@@ -75,24 +69,16 @@ def save_quantized(source: Path, tokenizer: Path, dtype: Dtype, work: Path) -> N
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = json.loads((source / "config.json").read_bytes())
-    request = LoadRequest(weights=dtype, compute=_unquantized_dtype(config))
-    model: Any = load_base(source, request, device)
+    # Norms and embeddings are stored in 16 bits: bf16 where the model is bf16, else fp16.
+    stated = str(config.get("dtype") or config.get("torch_dtype") or "")
+    compute = Dtype.BF16 if stated.endswith("bfloat16") else Dtype.FP16
+    model: Any = load_base(source, Strategy(weights=dtype, compute=compute), device)
     model.eval()
     model.save_pretrained(str(work), max_shard_size=MAX_SHARD_BYTES)
-    _restore_config(work, config)
-    copy_tokenizer_files(source, work)
-    copy_tokenizer_files(tokenizer, work)
-
-
-def _unquantized_dtype(config: dict[str, Any]) -> Dtype:
-    """Norms and embeddings are stored in 16 bits: bf16 where the model is bf16, else fp16."""
-    stated = str(config.get("dtype") or config.get("torch_dtype") or "")
-    return Dtype.BF16 if stated.endswith("bfloat16") else Dtype.FP16
-
-
-def _restore_config(work: Path, original: dict[str, Any]) -> None:
-    """The model's own config plus the quantization: loading has changed other keys."""
+    # The model's own config plus the quantization: loading has changed other keys.
     saved = json.loads((work / "config.json").read_bytes())
     added = {key: saved[key] for key in ("quantization_config", "dtype") if key in saved}
-    original.pop("torch_dtype", None)
-    write_atomic(work / "config.json", json.dumps(original | added, indent=2) + "\n")
+    config.pop("torch_dtype", None)
+    write_atomic(work / "config.json", json.dumps(config | added, indent=2) + "\n")
+    copy_tokenizer_files(source, work)
+    copy_tokenizer_files(tokenizer, work)

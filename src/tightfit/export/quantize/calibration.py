@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +13,12 @@ from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError, UserError
 from tightfit.core.files import atomic_file, cache_folder, write_atomic
 from tightfit.core.progress import CountProgress
-from tightfit.core.strategy import MAX_SEQ_LEN
-from tightfit.core.training import DataSource, TrainOn
+from tightfit.core.settings import MAX_SEQ_LEN, TrainOn
+from tightfit.core.strategy import DataSource, Strategy
 from tightfit.data.encode import EncodeRequest, encode_dataset
 from tightfit.data.token_store import TokenStore
-from tightfit.runs.run_folder import RunFolder
-from tightfit.runtime.load import LoadRequest, load_base
+from tightfit.runtime.load import load_base
+from tightfit.runtime.model_files import Artefact
 
 if TYPE_CHECKING:
     import numpy as np
@@ -53,23 +53,26 @@ class Calibration:
         return int(self.rows.size)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CalibrationRequest:
-    """Where rows may come from: a file, else the run's own data, else Python's documentation."""
-
-    tokenizer: Path
-    template: str | None = None
-    file: Path | None = None
-    run: RunFolder | None = None
-    num_rows: int
-    max_positions: int = ROW_TOKENS
-
-
-def read_calibration(request: CalibrationRequest) -> Calibration:
-    """Rows drawn evenly from the data, each filled to the last token."""
-    length = min(ROW_TOKENS, request.max_positions)
-    store, source, notes = _open(request)
-    rows = _fill_rows(store, num_rows=request.num_rows, length=length)
+def read_calibration(
+    artefact: Artefact, file: Path | None, *, num_rows: int, max_positions: int = ROW_TOKENS
+) -> Calibration:
+    """Rows drawn evenly from a file, else the run's own data, else Python's documentation."""
+    length = min(ROW_TOKENS, max_positions)
+    notes = []
+    store = None
+    if file is not None:
+        store, source = _encode(artefact, file), str(file)
+    elif artefact.run is not None:
+        with contextlib.suppress(UserError):  # the cache may no longer have them
+            store = TokenStore(Path(artefact.run.read_tokens().train))
+            source = f"{artefact.run.path}: its training data"
+    if store is None:
+        store, source = _encode(artefact, default_text()), "Python's documentation"
+        notes.append(
+            "Calibrated on Python's documentation; your own data tells more: --calibrate FILE with "
+            "rows as `train` reads them, or plain text."
+        )
+    rows = _fill_rows(store, num_rows=num_rows, length=length)
     if not len(rows):
         raise InvalidInputError(
             f"{source} has {int(store.lengths.sum()):,} tokens; calibration needs at least "
@@ -77,44 +80,22 @@ def read_calibration(request: CalibrationRequest) -> Calibration:
             remedy="name a larger file: --calibrate FILE",
         )
     if rows.size < FEW_TOKENS:
-        notes = (
-            *notes,
+        notes.append(
             f"Calibrated on {rows.size:,} tokens, which is little; {FEW_TOKENS:,} or more are "
-            "better.",
+            "better."
         )
-    return Calibration(rows=rows, source=source, notes=notes)
+    return Calibration(rows=rows, source=source, notes=tuple(notes))
 
 
-def _open(request: CalibrationRequest) -> tuple[TokenStore, str, tuple[str, ...]]:
-    if request.file is not None:
-        return _encode(request, request.file), str(request.file), ()
-    if request.run is not None and (found := _run_store(request.run)):
-        return found, f"{request.run.path}: its training data", ()
-    text = default_text()
-    note = (
-        "Calibrated on Python's documentation; your own data tells more: --calibrate FILE with "
-        "rows as `train` reads them, or plain text."
-    )
-    return _encode(request, text), "Python's documentation", (note,)
-
-
-def _run_store(run: RunFolder) -> TokenStore | None:
-    """The run's rows as they were trained on; None where the cache no longer has them."""
-    try:
-        return TokenStore(Path(run.read_tokens().train))
-    except UserError:
-        return None
-
-
-def _encode(request: CalibrationRequest, path: Path) -> TokenStore:
+def _encode(artefact: Artefact, path: Path) -> TokenStore:
     return encode_dataset(
         EncodeRequest(
             sources=(DataSource(path=str(path)),),
-            model_folder=request.tokenizer,
-            template=request.template,
+            model_folder=artefact.tokenizer,
+            template=artefact.template,
             train_on=TrainOn.ALL,
             seq_len=min(MAX_SEQ_LEN, 8192),
-            skip_faulty=True,
+            skip_invalid=True,
         )
     ).train
 
@@ -176,29 +157,10 @@ class Importance:
 
 @dataclass(slots=True, kw_only=True)
 class _Tally:
+    """Of one module's inputs."""
+
     total: torch.Tensor
     num_tokens: int = 0
-
-
-@dataclass(slots=True, kw_only=True)
-class _Sums:
-    """By module name."""
-
-    of: dict[str, _Tally] = field(default_factory=dict)
-
-    def hook(self, name: str) -> Callable[..., None]:
-        import torch
-
-        def add(_module: Any, inputs: tuple[Any, ...], _output: Any) -> None:
-            values = inputs[0].detach().reshape(-1, inputs[0].shape[-1]).float()
-            tally = self.of.get(name)
-            if tally is None:
-                zeros = torch.zeros(values.shape[-1], device=values.device)
-                tally = self.of[name] = _Tally(total=zeros)
-            tally.total += values.square().sum(0)
-            tally.num_tokens += values.shape[0]
-
-        return add
 
 
 def measure_importance(
@@ -217,54 +179,51 @@ def measure_importance(
 
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = Dtype.BF16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else Dtype.FP32
-    model = load_base(folder, LoadRequest(weights=dtype, compute=dtype), device)
-    sums = collect_sums(model, calibration.rows, report=report)
-    named = name_tensors(sums.of, architecture, _num_layers(model))
+    model = load_base(folder, Strategy(weights=dtype, compute=dtype), device)
+    sums = _sum_squares(model, calibration.rows, report)
+    config: Any = model.config
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_importance(path, named, calibration)
+    named = _name_tensors(sums, architecture, int(config.num_hidden_layers))
+    _write_importance(path, named, calibration)
     return path
 
 
-def collect_sums(
-    model: PreTrainedModel, rows: NDArray[np.int32], *, report: CountProgress | None = None
-) -> _Sums:
+def _sum_squares(
+    model: PreTrainedModel, rows: NDArray[np.int32], report: CountProgress | None
+) -> dict[str, _Tally]:
     """Run the rows through the model's layers; the head is left out, as llama.cpp does."""
     import torch
+    from transformers.pytorch_utils import Conv1D
 
-    sums = _Sums()
+    sums: dict[str, _Tally] = {}
+
+    def hook(name: str) -> Callable[..., None]:
+        def add(_module: Any, inputs: tuple[Any, ...], _output: Any) -> None:
+            values = inputs[0].detach().reshape(-1, inputs[0].shape[-1]).float()
+            if name not in sums:
+                sums[name] = _Tally(total=torch.zeros(values.shape[-1], device=values.device))
+            sums[name].total += values.square().sum(0)
+            sums[name].num_tokens += values.shape[0]
+
+        return add
+
     whole: Any = model
-    was_training = whole.training
     whole.eval()
-    body: Any = whole.base_model  # without the head, whose logits are not needed
+    for name, module in whole.named_modules():
+        if isinstance(module, torch.nn.Linear | Conv1D):
+            module.register_forward_hook(hook(name))
+    body = whole.base_model  # without the head, whose logits are not needed
     device = next(whole.parameters()).device
-    with _hooked(model, sums), torch.inference_mode():
+    with torch.inference_mode():
         for number, row in enumerate(rows, start=1):
             tokens = torch.as_tensor(row, dtype=torch.long, device=device)[None]
             body(input_ids=tokens, use_cache=False)
             if report is not None:
                 report(number, len(rows))
-    whole.train(was_training)
     return sums
 
 
-@contextmanager
-def _hooked(model: PreTrainedModel, sums: _Sums) -> Iterator[None]:
-    import torch
-    from transformers.pytorch_utils import Conv1D
-
-    handles = [
-        module.register_forward_hook(sums.hook(name))
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear | Conv1D)
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def name_tensors(
+def _name_tensors(
     sums: Mapping[str, _Tally], architecture: str, num_layers: int
 ) -> dict[str, _Tally]:
     """Renamed to GGUF tensor names; modules without one are left out."""
@@ -281,7 +240,7 @@ def name_tensors(
     return {f"{place}.weight": sums[name] for name, place in found.items() if place is not None}
 
 
-def write_importance(path: Path, sums: Mapping[str, _Tally], calibration: Calibration) -> None:
+def _write_importance(path: Path, sums: Mapping[str, _Tally], calibration: Calibration) -> None:
     """In llama.cpp's own format, so that its tools can use it too."""
     import gguf
     import numpy as np
@@ -337,11 +296,6 @@ def _mean(sums: NDArray[np.float32], counts: NDArray[np.float32]) -> NDArray[np.
     sums = sums.reshape(len(counts), -1)
     means = np.where(counts > 0, sums / np.maximum(counts, 1), 1.0).astype(np.float32)
     return np.ascontiguousarray(means.reshape(-1))
-
-
-def _num_layers(model: PreTrainedModel) -> int:
-    config: Any = model.config
-    return int(config.num_hidden_layers)
 
 
 def _cache_path(folder: Path, calibration: Calibration, architecture: str) -> Path:

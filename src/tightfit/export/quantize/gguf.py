@@ -6,7 +6,8 @@ import ctypes
 import mmap
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import Enum
@@ -14,15 +15,20 @@ from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tightfit.core.dtypes import Dtype
-from tightfit.core.errors import InvalidInputError, SetupError
+from tightfit.core.dtypes import PLAIN_DTYPES, Dtype
+from tightfit.core.errors import InvalidInputError, SetupError, first_line
 from tightfit.core.files import atomic_file
 from tightfit.core.progress import CountProgress
-from tightfit.export.convert import GgufRequest, convert_to_gguf
+from tightfit.export.convert import convert_to_gguf
 from tightfit.export.formats import Q2_K, Q3_K_M, Q4_K_M, Q5_K_M, Q6_K, Q8_0, ExportFormat
 from tightfit.export.quantize.calibration import Importance, measure_importance, read_importance
-from tightfit.export.quantize.job import PROCESS_BYTES, QuantizeJob, QuantizeMeasurement
-from tightfit.export.quantize.summary import QuantizeForecast
+from tightfit.export.quantize.job import (
+    PROCESS_BYTES,
+    FormatWriter,
+    QuantizeForecast,
+    QuantizeJob,
+    QuantizeMeasurement,
+)
 from tightfit.hardware.machine import read_peak_memory_bytes, reset_peak_memory
 from tightfit.models.spec import ModelSpec
 from tightfit.runtime.llama_cpp import REMEDY, load_library
@@ -98,19 +104,8 @@ _ROLES = (
     ("attn_output.weight", Role.ATTENTION_OUTPUT),
     ("ffn_down", Role.DOWN),
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorShape:
-    """A tensor of the file to quantize."""
-
-    name: str
-    shape: tuple[int, ...]
-    """As numpy has it: rows first, the width of a row last."""
-
-    @property
-    def width(self) -> int:
-        return self.shape[-1]
+Shape = tuple[int, ...]
+"""As numpy has it: rows first, the width of a row last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,10 +117,6 @@ class ModelFacts:
     num_heads: int
     num_kv_heads: int
     num_experts: int = 0
-
-    @property
-    def heads_per_kv_head(self) -> int:
-        return self.num_heads // self.num_kv_heads if self.num_kv_heads else 0
 
     @property
     def is_seventy(self) -> bool:
@@ -144,40 +135,38 @@ class Mixture:
     """Tensors whose width does not fit the wanted type, and that type."""
 
 
-@dataclass(slots=True, kw_only=True)
-class _Counts:
-    """Counts of tensors seen so far."""
-
-    num_values: int
-    values_done: int = 0
-    downs_done: int = 0
-
-
 def choose_mixture(
-    tensors: Sequence[TensorShape], model: ModelFacts, target: ExportFormat
+    tensors: Mapping[str, Shape], model: ModelFacts, target: ExportFormat
 ) -> Mixture:
     """llama.cpp's type for each tensor of a file of this kind."""
-    is_tied = all(tensor.name != "output.weight" for tensor in tensors)
-    counts = _Counts(num_values=sum(role_of(t.name) is Role.VALUE for t in tensors))
+    is_tied = "output.weight" not in tensors
+    num_values = sum(_role_of(name) is Role.VALUE for name in tensors)
+    seen: Counter[Role] = Counter()
     types: dict[str, str] = {}
     fallen: dict[str, str] = {}
-    # The rules count layers in the order of llama.cpp's tensor map.
-    for tensor in sorted(tensors, key=lambda t: (_layer(t.name), t.name)):
-        if not is_quantized(tensor):
+    # The rules count tensors of a role in the order of llama.cpp's tensor map.
+    for name, shape in sorted(tensors.items(), key=lambda item: (_layer(item[0]), item[0])):
+        if not _is_quantized(name, shape):
             continue
-        wanted = _choose(tensor, model, target, counts, is_tied=is_tied)
-        types[tensor.name] = fit_width(wanted, tensor.width)
-        if types[tensor.name] != wanted:
-            fallen[tensor.name] = wanted
+        role, wanted, width = _role_of(name), target.ggml_type, shape[-1]
+        number = seen[role]
+        seen[role] += 1
+        if role is Role.OUTPUT or (is_tied and role is Role.EMBEDDING):
+            is_odd = width % GGML_TYPES[wanted].block != 0
+            is_wide = model.architecture == "falcon" or is_odd or wanted == "Q8_0"
+            wanted = "Q8_0" if is_wide else "Q6_K"
+        elif role is Role.VALUE:
+            wanted = _value_type(model, target, number, num_values)
+        elif role is Role.KEY:
+            wanted = "Q8_0" if model.num_experts == 8 else wanted
+        elif role is Role.DOWN:
+            wanted = _down_type(model, target, _layer(name) if model.num_experts > 1 else number)
+        elif role is Role.ATTENTION_OUTPUT and model.architecture != "falcon":
+            wanted = _attention_output_type(model, target)
+        types[name] = fit_width(wanted, width)
+        if types[name] != wanted:
+            fallen[name] = wanted
     return Mixture(types=types, fallen=fallen)
-
-
-def is_quantized(tensor: TensorShape) -> bool:
-    """Whether it is a matrix other than norms, routers, positions and a few small ones."""
-    if sum(size > 1 for size in tensor.shape[:-1]) < 1 or not tensor.name.endswith("weight"):
-        return False
-    is_kept = tensor.name in _KEPT_WHOLE or any(part in tensor.name for part in _KEPT)
-    return not is_kept
 
 
 def fit_width(kind: str, width: int) -> str:
@@ -188,7 +177,14 @@ def fit_width(kind: str, width: int) -> str:
     return narrower if width % GGML_TYPES[narrower].block == 0 else "F16"
 
 
-def role_of(name: str) -> Role:
+def _is_quantized(name: str, shape: Shape) -> bool:
+    """Whether it is a matrix other than norms, routers, positions and a few small ones."""
+    if all(size <= 1 for size in shape[:-1]) or not name.endswith("weight"):
+        return False
+    return name not in _KEPT_WHOLE and not any(part in name for part in _KEPT)
+
+
+def _role_of(name: str) -> Role:
     if name == "output.weight":
         return Role.OUTPUT
     if name in ("token_embd.weight", "per_layer_token_embd.weight"):
@@ -196,42 +192,21 @@ def role_of(name: str) -> Role:
     return next((role for part, role in _ROLES if part in name), Role.OTHER)
 
 
-def _choose(
-    tensor: TensorShape, model: ModelFacts, target: ExportFormat, counts: _Counts, *, is_tied: bool
-) -> str:
-    kind, role = target.ggml_type, role_of(tensor.name)
-    if role is Role.OUTPUT or (is_tied and role is Role.EMBEDDING):
-        is_odd = tensor.width % GGML_TYPES[kind].block != 0
-        is_wide = model.architecture == "falcon" or is_odd or kind == "Q8_0"
-        return "Q8_0" if is_wide else "Q6_K"
-    if role is Role.VALUE:
-        counts.values_done += 1
-        return _value_type(kind, model, target, counts)
-    if role is Role.KEY:
-        return "Q8_0" if model.num_experts == 8 else kind
-    if role is Role.DOWN:
-        layer = _layer(tensor.name) if model.num_experts > 1 else counts.downs_done
-        counts.downs_done += 1
-        return _down_type(kind, model, target, layer)
-    if role is Role.ATTENTION_OUTPUT and model.architecture != "falcon":
-        return _attention_output_type(kind, model, target)
-    return kind
-
-
-def _value_type(kind: str, model: ModelFacts, target: ExportFormat, counts: _Counts) -> str:
-    number = counts.values_done - 1
+def _value_type(model: ModelFacts, target: ExportFormat, number: int, num_values: int) -> str:
+    kind = target.ggml_type
     if target is Q2_K:
-        kind = "Q4_K" if model.heads_per_kv_head >= 4 else "Q3_K"
+        is_shared = model.num_kv_heads and model.num_heads // model.num_kv_heads >= 4
+        kind = "Q4_K" if is_shared else "Q3_K"
     elif target is Q3_K_M:
         kind = "Q5_K" if number < 2 else "Q4_K"
-    elif target in (Q4_K_M, Q5_K_M) and _is_sensitive(number, counts.num_values):
+    elif target in (Q4_K_M, Q5_K_M) and _is_sensitive(number, num_values):
         kind = "Q6_K"
     if model.is_seventy and kind in ("Q3_K", "Q4_K"):
         kind = "Q5_K"
     return "Q8_0" if model.num_experts == 8 else kind
 
 
-def _down_type(kind: str, model: ModelFacts, target: ExportFormat, layer: int) -> str:
+def _down_type(model: ModelFacts, target: ExportFormat, layer: int) -> str:
     count = model.num_layers
     is_falcon, is_sensitive = model.architecture == "falcon", _is_sensitive(layer, count)
     if target is Q2_K:
@@ -243,14 +218,13 @@ def _down_type(kind: str, model: ModelFacts, target: ExportFormat, layer: int) -
         usual = "Q5_K" if is_sensitive else "Q4_K"
         return "Q6_K" if layer < count // 16 else usual
     is_raised = target in (Q4_K_M, Q5_K_M) and is_sensitive
-    return "Q6_K" if is_raised else kind
+    return "Q6_K" if is_raised else target.ggml_type
 
 
-def _attention_output_type(kind: str, model: ModelFacts, target: ExportFormat) -> str:
+def _attention_output_type(model: ModelFacts, target: ExportFormat) -> str:
     if model.num_experts == 8:
-        is_small = target in (Q2_K, Q3_K_M, Q4_K_M)
-        return "Q5_K" if is_small else kind
-    return {Q2_K: "Q3_K", Q3_K_M: "Q4_K"}.get(target, kind)
+        return "Q5_K" if target in (Q2_K, Q3_K_M, Q4_K_M) else target.ggml_type
+    return {Q2_K: "Q3_K", Q3_K_M: "Q4_K"}.get(target, target.ggml_type)
 
 
 def _is_sensitive(layer: int, count: int) -> bool:
@@ -269,61 +243,64 @@ def _layer(name: str) -> int:
 SLICE_VALUES = 1 << 20
 """Values that a thread quantizes at a time, which bounds the memory for any tensor."""
 _PLAIN = ("F32", "F16", "BF16")
-_LEFT_OUT = ("split.no", "split.count", "split.tensors.count")
-"""Dropped as llama.cpp does: the result is one file."""
+_LEFT_OUT = (
+    *("GGUF.", "general.architecture", "general.file_type", "general.quantization_version"),
+    *("quantize.", "split.no", "split.count", "split.tensors.count"),
+)
+"""Beginnings of keys that are written anew, or dropped: the result is one file."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequantizeRequest:
-    """A source file, a target file and its format."""
+def requantize_gguf(
+    source: Path,
+    target: Path,
+    kind: ExportFormat,
+    *,
+    importance: Importance | None = None,
+    num_threads: int = 1,
+    report: CountProgress | None = None,
+) -> tuple[Mixture, int]:
+    """Write `target` whole or not at all; returns the types and how many tensors were weighed.
 
-    source: Path
-    target: Path
-    kind: ExportFormat
-    importance: Importance | None = None
-    num_threads: int = 1
-    report: CountProgress | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Requantized:
-    """What was written."""
-
-    num_tensors: int
-    """Those that were quantized."""
-    num_params: int
-    fallen: Mapping[str, str]
-    """Tensors whose width does not fit the wanted type, and that type."""
-    types: Mapping[str, str]
-    num_weighted: int
-    """Tensors rounded by importance."""
-
-
-def requantize_gguf(request: RequantizeRequest) -> Requantized:
-    """Write `target` whole or not at all. The memory needed does not grow with the model."""
+    The memory needed does not grow with the model.
+    """
     import gguf
+    import numpy as np
 
-    reader = open_plain_gguf(request.source)
-    mixture = plan_mixture(reader, request.kind)
-    with atomic_file(request.target) as partial:
-        writer = gguf.GGUFWriter(partial, _text(reader, "general.architecture"))
-        _copy_metadata(reader, writer, request)
-        for tensor in reader.tensors:
-            kind = _type_of(tensor, mixture)
-            writer.add_tensor_info(
-                tensor.name, shape_of(tensor), _dtype(), _size(tensor, kind), raw_dtype=kind
-            )
+    reader = open_plain_gguf(source)
+    mixture = plan_mixture(reader, kind)
+    total = sum(int(tensor.n_elements) for tensor in reader.tensors)
+    done = num_weighted = 0
+    with atomic_file(target) as partial:
+        writer: Any = gguf.GGUFWriter(partial, read_facts(reader).architecture)
         try:
-            num_weighted = _write(reader, writer, mixture, request)
+            _copy_metadata(reader, writer, kind, importance)
+            for tensor in reader.tensors:
+                # numpy's type is required and unused beside a raw one; uint8 would mean raw bytes.
+                new = _type_of(tensor, mixture)
+                size = _size(tensor, new)
+                writer.add_tensor_info(
+                    tensor.name, shape_of(tensor), np.dtype(np.float32), size, raw_dtype=new
+                )
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            stream = writer.fout[0]
+            with ThreadPoolExecutor(num_threads) as pool:
+                for tensor in reader.tensors:
+                    weights = _weights_for(tensor, mixture, importance)
+                    num_weighted += weights is not None
+                    writer.write_padding(stream, stream.tell())
+                    start = stream.tell()
+                    for piece, num_values in _pieces(tensor, mixture, weights, pool, num_threads):
+                        piece.tofile(stream)
+                        done += num_values
+                        if report is not None:
+                            report(done, total)
+                    writer.write_padding(stream, stream.tell() - start)
+                    _release_pages(reader)
         finally:
             writer.close()
-    return Requantized(
-        num_tensors=len(mixture.types),
-        num_params=sum(int(tensor.n_elements) for tensor in reader.tensors),
-        fallen=mixture.fallen,
-        types=mixture.types,
-        num_weighted=num_weighted,
-    )
+    return mixture, num_weighted
 
 
 def open_plain_gguf(path: Path) -> Any:
@@ -334,7 +311,7 @@ def open_plain_gguf(path: Path) -> Any:
         reader = gguf.GGUFReader(path)
     except (OSError, ValueError, IndexError, KeyError) as error:
         raise InvalidInputError(
-            f"{path} cannot be read as GGUF: {str(error).partition(chr(10))[0]}.",
+            f"{path} cannot be read as GGUF: {first_line(error)}.",
             remedy="make the file again: tightfit convert MODEL --to gguf",
         ) from error
     split = reader.fields.get("split.count")
@@ -343,11 +320,12 @@ def open_plain_gguf(path: Path) -> Any:
             f"{path} is one of {int(split.contents())} parts of a model.",
             remedy="join the parts first: llama-gguf-split --merge FIRST_PART WHOLE.gguf",
         )
-    packed = [t for t in reader.tensors if len(shape_of(t)) > 1 and not _is_plain(t)]
+    kinds = [t.tensor_type.name for t in reader.tensors if len(shape_of(t)) > 1]
+    packed = [kind for kind in kinds if kind not in _PLAIN]
     if packed:
         raise InvalidInputError(
-            f"{path} is quantized already ({packed[0].tensor_type.name}); quantizing it again "
-            "would lose more than its size shows.",
+            f"{path} is quantized already ({packed[0]}); quantizing it again would lose more than "
+            "its size shows.",
             remedy="name the model it was made from, or its F16, BF16 or F32 GGUF file",
         )
     return reader
@@ -355,19 +333,19 @@ def open_plain_gguf(path: Path) -> Any:
 
 def plan_mixture(reader: Any, kind: ExportFormat) -> Mixture:
     """The type of each tensor."""
-    shapes = [TensorShape(name=t.name, shape=shape_of(t)) for t in reader.tensors]
+    shapes = {tensor.name: shape_of(tensor) for tensor in reader.tensors}
     return choose_mixture(shapes, read_facts(reader), kind)
-
-
-def estimate_gguf_bytes(reader: Any, kind: ExportFormat) -> int:
-    """What the tensors of the new file take, exactly; its metadata stays as it is."""
-    mixture = plan_mixture(reader, kind)
-    return sum(_size(tensor, _type_of(tensor, mixture)) for tensor in reader.tensors)
 
 
 def read_facts(reader: Any) -> ModelFacts:
     """What the mixture's rules ask, from the file's metadata."""
-    name = _text(reader, "general.architecture")
+    stated = reader.fields.get("general.architecture")
+    if stated is None:
+        raise InvalidInputError(
+            "The GGUF file does not state its general.architecture.",
+            remedy="make the file again: tightfit convert MODEL --to gguf",
+        )
+    name = str(stated.contents())
 
     def number(key: str, otherwise: int) -> int:
         field = reader.fields.get(f"{name}.{key}")
@@ -386,28 +364,9 @@ def read_facts(reader: Any) -> ModelFacts:
     )
 
 
-def shape_of(tensor: Any) -> tuple[int, ...]:
+def shape_of(tensor: Any) -> Shape:
     """Rows first, as numpy has it; gguf's reader gives ggml's order."""
     return tuple(int(size) for size in reversed(tensor.shape.tolist()))
-
-
-def as_floats(tensor: Any) -> NDArray[Any]:
-    """A plain tensor's values as a matrix; 16-bit brain floats still as integers."""
-    import numpy as np
-
-    width = shape_of(tensor)[-1]
-    if tensor.tensor_type.name == "BF16":
-        return np.asarray(tensor.data).view(np.uint16).reshape(-1, width)
-    return np.asarray(tensor.data).reshape(-1, width)
-
-
-def widen(values: NDArray[Any]) -> NDArray[np.float32]:
-    """Rows of a plain tensor in fp32. Integers are the upper halves of fp32 numbers."""
-    import numpy as np
-
-    if values.dtype == np.uint16:
-        return (values.astype(np.uint32) << 16).view(np.float32)
-    return np.ascontiguousarray(values, dtype=np.float32)
 
 
 def quantize_rows(
@@ -417,59 +376,25 @@ def quantize_rows(
     import numpy as np
     from gguf import GGML_QUANT_SIZES
 
-    block_values, block_bytes = GGML_QUANT_SIZES[kind]
-    num_rows, width = values.shape
-    packed = np.empty(num_rows * (width // block_values) * block_bytes, dtype=np.uint8)
-    written = _quantizer()(
-        int(kind),
-        values.ctypes.data,
-        packed.ctypes.data,
-        0,
-        num_rows,
-        width,
-        None if importance is None else importance.ctypes.data,
-    )
-    if written != packed.size:
-        raise RuntimeError(f"ggml_quantize_chunk wrote {written} of {packed.size} bytes")
-    return packed
-
-
-def _quantizer() -> Any:
-    """`ggml_quantize_chunk` with its C types. Source: ggml.h."""
     try:
-        function = load_library().ggml_quantize_chunk
+        quantize = load_library().ggml_quantize_chunk
     except AttributeError as error:
         raise SetupError(
             "The installed llama.cpp does not hand out its quantizer.", remedy=REMEDY
         ) from error
-    whole, pointer = ctypes.c_int64, ctypes.c_void_p
-    function.restype = ctypes.c_size_t
-    function.argtypes = [ctypes.c_int, pointer, pointer, whole, whole, whole, pointer]
-    return function
-
-
-def _write(reader: Any, writer: Any, mixture: Mixture, request: RequantizeRequest) -> int:
-    """All tensors, in the order of the source; returns how many were weighed by importance."""
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    stream = writer.fout[0]
-    total = sum(int(tensor.n_elements) for tensor in reader.tensors)
-    done = num_weighted = 0
-    with ThreadPoolExecutor(request.num_threads) as pool:
-        for tensor in reader.tensors:
-            weights = _weights_for(tensor, mixture, request.importance)
-            num_weighted += weights is not None
-            writer.write_padding(stream, stream.tell())
-            start = stream.tell()
-            for piece, num_values in _pieces(tensor, mixture, weights, pool, request.num_threads):
-                piece.tofile(stream)
-                done += num_values
-                if request.report is not None:
-                    request.report(done, total)
-            writer.write_padding(stream, stream.tell() - start)
-            _release_pages(reader)
-    return num_weighted
+    whole, pointer = ctypes.c_int64, ctypes.c_void_p  # source: ggml.h
+    quantize.restype = ctypes.c_size_t
+    quantize.argtypes = [ctypes.c_int, pointer, pointer, whole, whole, whole, pointer]
+    block_values, block_bytes = GGML_QUANT_SIZES[kind]
+    num_rows, width = values.shape
+    packed = np.empty(num_rows * (width // block_values) * block_bytes, dtype=np.uint8)
+    weights = None if importance is None else importance.ctypes.data
+    written = quantize(
+        int(kind), values.ctypes.data, packed.ctypes.data, 0, num_rows, width, weights
+    )
+    if written != packed.size:
+        raise RuntimeError(f"ggml_quantize_chunk wrote {written} of {packed.size} bytes")
+    return packed
 
 
 def _release_pages(reader: Any) -> None:
@@ -487,53 +412,42 @@ def _pieces(
     num_threads: int,
 ) -> Iterator[tuple[NDArray[Any], int]]:
     """The tensor's bytes in the new type, in order, a few slices ahead of the writer."""
+    import numpy as np
+
     kind = _type_of(tensor, mixture)
     if kind == tensor.tensor_type:
         yield tensor.data, int(tensor.n_elements)
         return
-    values = as_floats(tensor)
+    values = np.asarray(tensor.data)
+    if tensor.tensor_type.name == "BF16":
+        values = values.view(np.uint16)
+    values = values.reshape(-1, shape_of(tensor)[-1])
     width = values.shape[-1]
     num_matrices = 1 if weights is None else weights.size // width
     rows_each = len(values) // num_matrices
     step = max(1, SLICE_VALUES // width)
-    tasks = [
-        (
-            matrix * rows_each + first,
-            min(matrix * rows_each + first + step, (matrix + 1) * rows_each),
-            matrix,
-        )
-        for matrix in range(num_matrices)
-        for first in range(0, rows_each, step)
-    ]
 
-    def convert(task: tuple[int, int, int]) -> tuple[NDArray[Any], int]:
-        first, last, matrix = task
-        rows = _checked(widen(values[first:last]), tensor.name)
+    def convert(task: tuple[int, int]) -> tuple[NDArray[Any], int]:
+        matrix, first = task
+        start, end = matrix * rows_each + first, matrix * rows_each + min(first + step, rows_each)
+        rows = values[start:end]
+        if rows.dtype == np.uint16:  # the upper halves of fp32 numbers
+            rows = (rows.astype(np.uint32) << 16).view(np.float32)
+        rows = np.ascontiguousarray(rows, dtype=np.float32)
+        if not np.isfinite(rows).all():
+            raise InvalidInputError(
+                f"The tensor {tensor.name} holds NaN or infinity, which no format can store.",
+                remedy="the training diverged or the file is damaged: take an earlier checkpoint",
+            )
+        if kind.name == "F16":
+            return rows.astype(np.float16), rows.size
         own = None if weights is None else weights[matrix * width : (matrix + 1) * width]
-        return _pack(rows, kind, own), rows.size
+        return quantize_rows(rows, kind, own), rows.size
 
+    tasks = [(m, first) for m in range(num_matrices) for first in range(0, rows_each, step)]
     ahead = 4 * num_threads
     for group in range(0, len(tasks), ahead):
         yield from pool.map(convert, tasks[group : group + ahead])
-
-
-def _pack(
-    rows: NDArray[np.float32], kind: Any, weights: NDArray[np.float32] | None
-) -> NDArray[Any]:
-    import numpy as np
-
-    return rows.astype(np.float16) if kind.name == "F16" else quantize_rows(rows, kind, weights)
-
-
-def _checked(rows: NDArray[np.float32], name: str) -> NDArray[np.float32]:
-    import numpy as np
-
-    if not np.isfinite(rows).all():
-        raise InvalidInputError(
-            f"The tensor {name} holds NaN or infinity, which no format can store.",
-            remedy="the training diverged or the file is damaged: take an earlier checkpoint",
-        )
-    return rows
 
 
 def _weights_for(
@@ -557,23 +471,21 @@ def _weights_for(
     return np.ascontiguousarray(found, dtype=np.float32).reshape(-1)
 
 
-def _copy_metadata(reader: Any, writer: Any, request: RequantizeRequest) -> None:
+def _copy_metadata(
+    reader: Any, writer: Any, target: ExportFormat, importance: Importance | None
+) -> None:
     import gguf
 
-    file_type = int(gguf.LlamaFileType[f"MOSTLY_{request.kind.engine_name}"])
     for key, field in reader.fields.items():
-        if key.startswith("GGUF.") or key in (*_LEFT_OUT, "general.architecture"):
-            continue
-        if key.startswith(("general.file_type", "general.quantization_version", "quantize.")):
+        if key.startswith(_LEFT_OUT):
             continue
         kind = field.types[0]
         sub_type = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
         writer.add_key_value(key, field.contents(), kind, sub_type=sub_type)
         if key == "general.alignment":
             writer.data_alignment = int(field.contents())
-    writer.add_file_type(file_type)
+    writer.add_file_type(int(gguf.LlamaFileType[f"MOSTLY_{target.engine_name}"]))
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    importance = request.importance
     if importance is not None:
         # The names llama-quantize gives them: tools/quantize/quantize.cpp.
         writer.add_string("quantize.imatrix.file", importance.file)
@@ -598,27 +510,6 @@ def _size(tensor: Any, kind: Any) -> int:
     return int(tensor.n_elements) // block_values * block_bytes
 
 
-def _is_plain(tensor: Any) -> bool:
-    return tensor.tensor_type.name in _PLAIN
-
-
-def _text(reader: Any, key: str) -> str:
-    field = reader.fields.get(key)
-    if field is None:
-        raise InvalidInputError(
-            f"The GGUF file does not say its {key}.",
-            remedy="make the file again: tightfit convert MODEL --to gguf",
-        )
-    return str(field.contents())
-
-
-def _dtype() -> Any:
-    """Required by gguf but unused with a raw type; uint8 would mean raw bytes."""
-    import numpy as np
-
-    return np.dtype(np.float32)
-
-
 # The writer of GGUF formats.
 
 MIXED_MORE = 1.12
@@ -627,10 +518,9 @@ VOCABULARY_BYTES = 40
 """Of a token in the file's metadata: its text, score, type and share of the merges."""
 Q8_VALUES_PER_SECOND, K_VALUES_PER_SECOND = 80e6, 8e6
 """Of one core of a server CPU, importance included; measured, and rough."""
-_STORED_NAMES = {Dtype.FP32: "f32", Dtype.FP16: "f16", Dtype.BF16: "bf16"}
 
 
-class GgufWriter:
+class GgufWriter(FormatWriter):
     """Quantizes the source's GGUF file; a Hugging Face folder is converted to one first."""
 
     def __init__(self, job: QuantizeJob) -> None:
@@ -639,13 +529,13 @@ class GgufWriter:
 
     def forecast(self, wanted: ExportFormat) -> QuantizeForecast:
         """Slices of fp32 for each thread; measuring importance holds the model in memory."""
-        spec, num_threads = self._job.source.spec, self._job.options.num_threads
+        job, spec, num_threads = self._job, self._job.source.spec, self._job.request.num_threads
         host = PROCESS_BYTES + num_threads * 4 * SLICE_VALUES * 6
         rate = Q8_VALUES_PER_SECOND if wanted is Q8_0 else K_VALUES_PER_SECOND
         seconds = spec.num_params / (rate * num_threads)
-        if self._job.calibrates(wanted):
-            host = max(host, PROCESS_BYTES + (2 if self._job.has_gpu else 4) * spec.num_params)
-            seconds += self._job.forward_seconds(self._job.num_calibration_tokens(wanted))
+        if job.calibrates(wanted):
+            host = max(host, PROCESS_BYTES + (2 if job.has_gpu else 4) * spec.num_params)
+            seconds += job.forward_seconds(job.num_calibration_tokens(wanted))
         return QuantizeForecast(
             host_bytes=host, disk_bytes=_estimate_file_bytes(spec, wanted), seconds=seconds
         )
@@ -653,38 +543,37 @@ class GgufWriter:
     def write(self, wanted: ExportFormat, path: Path) -> QuantizeMeasurement:
         reset_peak_memory()
         started = time.monotonic()
+        job = self._job
         plain = self._plain_file()
-        importance = self._importance(plain) if self._job.calibrates(wanted) else None
-        done = requantize_gguf(
-            RequantizeRequest(
-                source=plain,
-                target=path,
-                kind=wanted,
-                importance=importance,
-                num_threads=self._job.options.num_threads,
-                report=self._job.stage(wanted.name),
-            )
+        importance = self._importance(plain) if job.calibrates(wanted) else None
+        mixture, num_weighted = requantize_gguf(
+            plain,
+            path,
+            wanted,
+            importance=importance,
+            num_threads=job.request.num_threads,
+            report=job.stage(wanted.name),
         )
         notes = []
-        if done.fallen:
-            refused = ", ".join(sorted(set(done.fallen.values())))
-            given = ", ".join(sorted({done.types[name] for name in done.fallen}))
+        if mixture.fallen:
+            refused = ", ".join(sorted(set(mixture.fallen.values())))
+            given = ", ".join(sorted({mixture.types[name] for name in mixture.fallen}))
             notes.append(
-                f"{wanted.name}: {len(done.fallen)} of {done.num_tensors} matrices have rows that "
-                f"are no multiple of 256 wide; they are {given} instead of {refused}."
+                f"{wanted.name}: {len(mixture.fallen)} of {len(mixture.types)} matrices have rows "
+                f"that are no multiple of 256 wide; they are {given} instead of {refused}."
             )
         if importance is not None:
-            notes += self._job.calibration.notes
+            notes += job.calibration.notes
         return QuantizeMeasurement(
             seconds=time.monotonic() - started,
             peak_host_bytes=read_peak_memory_bytes(),
-            importance=importance is not None and done.num_weighted > 0,
+            importance=num_weighted > 0,
             notes=tuple(notes),
         )
 
     def scratch_bytes(self) -> int:
         source = self._job.source
-        return 0 if source.is_gguf else source.size_bytes
+        return 0 if source.is_gguf else source.artefact.size_bytes
 
     def close(self) -> None:
         if self._converted is not None:
@@ -697,24 +586,24 @@ class GgufWriter:
         if source.is_gguf:
             return source.path
         if self._converted is None:
-            dtype = _STORED_NAMES.get(source.spec.stored_dtype or Dtype.FP16, "f16")
-            self._converted = self._job.folder / f".{source.name}-{source.stamp}-{dtype}.gguf"
+            stored = source.spec.stored_dtype
+            dtype = stored if stored in PLAIN_DTYPES else Dtype.FP16
+            name = f".{source.name}-{source.stamp}-{dtype.gguf_name}.gguf"
+            self._converted = self._job.folder / name
             if not self._converted.is_file():
                 convert_to_gguf(
-                    GgufRequest(
-                        source=source.path,
-                        target=self._converted,
-                        dtype=dtype,
-                        tokenizer=source.artefact.tokenizer,
-                        report=self._job.report,
-                    )
+                    source.path,
+                    self._converted,
+                    dtype=dtype,
+                    tokenizer=source.artefact.tokenizer,
+                    report=self._job.request.report,
                 )
         return self._converted
 
     def _importance(self, plain: Path) -> Importance:
         import torch
 
-        source, device = self._job.source, self._job.options.device
+        source, device = self._job.source, self._job.request.device
         measured = measure_importance(
             locate_model(str(plain)) if source.is_gguf else source.path,
             self._job.calibration,

@@ -6,16 +6,14 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
-from collections import deque
-from collections.abc import Collection, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Collection
+from dataclasses import asdict, replace
 from functools import cached_property
 from math import ceil
 from pathlib import Path
 
+from tightfit.core.child_process import ChildProcess, Message
 from tightfit.core.errors import DoesNotFitError, SetupError, UserError
 from tightfit.core.files import partial_path, publish_folder, write_atomic
 from tightfit.core.progress import CountProgress
@@ -23,8 +21,13 @@ from tightfit.estimation.weights import largest_layer
 from tightfit.export.formats import ExportFormat
 from tightfit.export.quantize import gptq_worker
 from tightfit.export.quantize.gptq_worker import EXIT_MEMORY, EXIT_MISSING, GPTQMODEL, GptqJob
-from tightfit.export.quantize.job import PROCESS_BYTES, QuantizeJob, QuantizeMeasurement
-from tightfit.export.quantize.summary import QuantizeForecast
+from tightfit.export.quantize.job import (
+    PROCESS_BYTES,
+    FormatWriter,
+    QuantizeForecast,
+    QuantizeJob,
+    QuantizeMeasurement,
+)
 from tightfit.runtime.model_files import copy_tokenizer_files
 
 SCALE_BITS = 20.0
@@ -38,7 +41,7 @@ SMALL_WIDTH = 1024
 loses 24% in perplexity with groups of 64 and 16% with groups of 32, for 0.3 bits per weight."""
 
 
-class GptqWriter:
+class GptqWriter(FormatWriter):
     """Writes GPTQ folders, each in a process of its own."""
 
     def __init__(self, job: QuantizeJob) -> None:
@@ -68,7 +71,7 @@ class GptqWriter:
     def write(self, wanted: ExportFormat, path: Path) -> QuantizeMeasurement:
         import numpy as np
 
-        source, options = self._job.source, self._job.options
+        source, request = self._job.source, self._job.request
         calibration = self._job.calibration
         work = partial_path(path)
         work.mkdir(parents=True, exist_ok=True)
@@ -83,27 +86,17 @@ class GptqWriter:
             bits=wanted.bits,
             group_size=self._group_size(wanted),
             iters=self._tuning_steps(wanted),
-            tool=options.tool,
-            device=options.device,
+            tool=request.tool,
+            device=request.device,
             key=f"{source.stamp} {calibration.digest}",
         )
-        worked = run_gptq(job, work, python=options.python, report=self._job.stage(wanted.name))
+        worked = run_gptq(job, work, python=request.python, report=self._job.stage(wanted.name))
         copy_tokenizer_files(source.path, out)
         copy_tokenizer_files(source.artefact.tokenizer, out)
         publish_folder(out, path)
         shutil.rmtree(work, ignore_errors=True)
         note = explain_group_size(self._widths, self._group_size(wanted))
-        return QuantizeMeasurement(
-            seconds=worked.seconds,
-            peak_host_bytes=worked.peak_rss_bytes,
-            notes=tuple(filter(None, (note, *calibration.notes))),
-        )
-
-    def scratch_bytes(self) -> int:
-        return 0
-
-    def close(self) -> None:
-        pass
+        return replace(worked, notes=tuple(filter(None, (note, *calibration.notes))))
 
     @cached_property
     def _widths(self) -> frozenset[int]:
@@ -115,7 +108,7 @@ class GptqWriter:
         return choose_group_size(self._widths, bits=wanted.bits)
 
     def _tuning_steps(self, wanted: ExportFormat) -> int:
-        stated = self._job.options.iters
+        stated = self._job.request.iters
         return wanted.tuning_steps if stated is None else stated
 
 
@@ -154,51 +147,48 @@ INSTALL = {
 STOP_SECONDS = 10.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GptqMeasurement:
-    """What the worker measured."""
-
-    seconds: float
-    peak_rss_bytes: int
-
-
 def run_gptq(
     job: GptqJob, work: Path, *, python: str | None = None, report: CountProgress | None = None
-) -> GptqMeasurement:
+) -> QuantizeMeasurement:
     """Quantize in a process of its own, which has ended when this returns or raises.
 
     Run again after an interruption with the same job, it resumes after the last finished layer.
     """
-    _prepare(job, work)
+    work.mkdir(parents=True, exist_ok=True)
     job_path = work / "job.json"
+    try:
+        earlier = json.loads(job_path.read_bytes())
+    except (OSError, ValueError):
+        earlier = None
+    if earlier != asdict(job):  # another job's leftovers
+        for folder in (Path(job.out), Path(job.resume)):
+            shutil.rmtree(folder, ignore_errors=True)
     write_atomic(job_path, json.dumps(asdict(job), indent=2) + "\n")
     log_path = work / "log.txt"
     command = worker_command(python or os.environ.get(PYTHON_VARIABLE), job_path)
-    with log_path.open("wb") as log:
-        try:
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise SetupError(
-                f"Cannot start {command[0]}: {error.strerror or error}.",
-                remedy="name a Python that has the quantizer: --python /path/to/python",
-            ) from error
     try:
-        last = _follow(process, report)
-        code = process.wait()
+        child = ChildProcess(command, log=log_path)
+    except OSError as error:
+        raise SetupError(
+            f"Cannot start {command[0]}: {error.strerror or error}.",
+            remedy="name a Python that has the quantizer: --python /path/to/python",
+        ) from error
+    last: Message = {}
+    try:
+        for message in child:
+            if "done" not in message:
+                last = message
+            elif report is not None:
+                report(int(message["done"]), int(message["of"]))
+        code = child.wait()
     finally:
-        _stop_worker(process)
-    if code != 0:
-        raise _worker_error(code, last, job, log_path)
-    return GptqMeasurement(
+        child.end(seconds=STOP_SECONDS)
+    if code:
+        problem = str(last.get("problem", "")) or child.last_line or "it printed nothing"
+        raise _worker_error(code, problem, job, log_path)
+    return QuantizeMeasurement(
         seconds=float(last.get("seconds", 0.0)),
-        peak_rss_bytes=int(last.get("peak_rss_bytes", 0)),
+        peak_host_bytes=int(last.get("peak_rss_bytes", 0)),
     )
 
 
@@ -210,50 +200,7 @@ def worker_command(python: str | None, job_path: Path) -> list[str]:
     return [python, str(Path(gptq_worker.__file__).resolve()), *words]
 
 
-def _prepare(job: GptqJob, work: Path) -> None:
-    """Delete what another job left in this folder."""
-    work.mkdir(parents=True, exist_ok=True)
-    try:
-        earlier = json.loads((work / "job.json").read_bytes())
-    except (OSError, ValueError):
-        earlier = None
-    if earlier != asdict(job):
-        for folder in (Path(job.out), Path(job.resume)):
-            shutil.rmtree(folder, ignore_errors=True)
-
-
-def _follow(process: subprocess.Popen[str], report: CountProgress | None) -> dict[str, float]:
-    """Read the worker's JSON lines until it closes its end; return the last one."""
-    last: dict[str, float] = {}
-    assert process.stdout is not None
-    for line in process.stdout:
-        try:
-            message = json.loads(line)
-        except ValueError:
-            continue
-        if "done" in message and report is not None:
-            report(int(message["done"]), int(message["of"]))
-        elif "done" not in message:
-            last = message
-    return last
-
-
-def _stop_worker(process: subprocess.Popen[str]) -> None:
-    """Close its stdin, at which it ends; after a while, kill its process group."""
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with suppress(OSError):
-                pipe.close()
-    try:
-        process.wait(STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        with suppress(OSError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def _worker_error(code: int, last: dict[str, float], job: GptqJob, log_path: Path) -> UserError:
-    problem = str(last.get("problem", "")) or _last_line(log_path)
+def _worker_error(code: int, problem: str, job: GptqJob, log_path: Path) -> UserError:
     if code == EXIT_MISSING:
         return SetupError(
             f"GPTQ needs {job.tool}, which cannot be imported: {problem.rstrip('.')}.",
@@ -268,13 +215,3 @@ def _worker_error(code: int, last: dict[str, float], job: GptqJob, log_path: Pat
         f"{job.tool} stopped with code {code}: {problem.rstrip('.')}.",
         remedy=f"see {log_path}; the same command resumes after the last finished layer",
     )
-
-
-def _last_line(path: Path) -> str:
-    """The last line of the log."""
-    with suppress(OSError):
-        lines: Sequence[str] = deque(path.read_text(errors="replace").splitlines(), maxlen=40)
-        printed = [line.strip() for line in lines if line.strip()]
-        if printed:
-            return printed[-1][-300:]
-    return "it printed nothing"

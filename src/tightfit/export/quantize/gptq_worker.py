@@ -13,9 +13,10 @@ import runpy
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 AUTO_ROUND, GPTQMODEL = "auto-round", "gptqmodel"
 MAX_BATCH = 8
@@ -24,6 +25,8 @@ EXIT_MEMORY = 22
 EXIT_ALONE = 23
 LARGEST_FP16 = 65504.0
 SHARD_BYTES = 5 * 10**9
+Send = Callable[[dict[str, Any]], None]
+"""Writes one message to the parent."""
 
 
 @dataclass(frozen=True)
@@ -56,24 +59,28 @@ def main(words: list[str]) -> int:
     # Run by its path, this folder would come first in the search for modules.
     here = Path(__file__).resolve().parent
     sys.path[:] = [place for place in sys.path if Path(place or ".").resolve() != here]
-    output = _take_stdout()
-    _end_with_parent(int(words[1]))
+    # Read by its path: in another environment this package cannot be imported.
+    shared = runpy.run_path(str(here.parents[1] / "core" / "child_process.py"))
+    send = shared["open_output"]()
+    # By the kernel where it can: a library may keep our threads waiting for minutes.
+    shared["end_with_parent"](int(words[1]))
+    threading.Thread(target=_end_with_stdin, daemon=True).start()
     job = read_job(Path(words[0]))
     started = time.monotonic()
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"):
         os.environ[name] = "1"
     try:
         quantize = _with_gptqmodel if job.tool == GPTQMODEL else _with_auto_round
-        quantize(job, output)
+        quantize(job, send)
     except ImportError as error:
-        _report(output, problem=str(error))
+        send({"problem": str(error)})
         return EXIT_MISSING
     except (MemoryError, RuntimeError) as error:
-        _report(output, problem=str(error).splitlines()[0] if str(error) else repr(error))
+        send({"problem": str(error).splitlines()[0] if str(error) else repr(error)})
         if isinstance(error, MemoryError) or "out of memory" in str(error).lower():
             return EXIT_MEMORY
         raise
-    _report(output, seconds=time.monotonic() - started, peak_rss_bytes=_peak_rss())
+    send({"seconds": time.monotonic() - started, "peak_rss_bytes": _peak_rss()})
     return 0
 
 
@@ -103,8 +110,10 @@ def gptqmodel_arguments(job: GptqJob) -> dict[str, Any]:
     return {"bits": job.bits, "group_size": job.group_size, "sym": True, "desc_act": False}
 
 
-def _with_auto_round(job: GptqJob, output: TextIO) -> None:
+def _with_auto_round(job: GptqJob, send: Send) -> None:
     os.environ["AR_RESUME_DIR"] = job.resume
+    # Otherwise `ar_work_space` in the user's current folder.
+    os.environ["AR_WORK_SPACE"] = str(Path(job.resume).with_name("work_space"))
     import numpy as np
 
     rows = np.load(job.rows, allow_pickle=False)
@@ -112,8 +121,12 @@ def _with_auto_round(job: GptqJob, output: TextIO) -> None:
     from auto_round import AutoRound
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    _follow_bars(output)
-    device = _device(job, torch.cuda.is_available())
+    _follow_bars(send)
+    device = job.device
+    if device == "cuda" or (device == "auto" and torch.cuda.is_available()):
+        device = "cuda:0"
+    elif device == "auto":
+        device = "cpu"
     tokenizer = AutoTokenizer.from_pretrained(job.model, local_files_only=True)
     tokenizer.pad_token = None  # or its places in our rows, which hold none, would be left out
     model = AutoModelForCausalLM.from_pretrained(
@@ -124,23 +137,17 @@ def _with_auto_round(job: GptqJob, output: TextIO) -> None:
     _settle(Path(job.out), job)
 
 
-def _with_gptqmodel(job: GptqJob, output: TextIO) -> None:
+def _with_gptqmodel(job: GptqJob, send: Send) -> None:
     import numpy as np
     from gptqmodel import GPTQModel, QuantizeConfig
 
-    _follow_bars(output)
+    _follow_bars(send)
     rows = np.load(job.rows, allow_pickle=False).tolist()
     samples = [{"input_ids": row, "attention_mask": [1] * len(row)} for row in rows]
     model = GPTQModel.load(job.model, QuantizeConfig(**gptqmodel_arguments(job)))
     model.quantize(samples, batch_size=min(MAX_BATCH, len(samples)))
     model.save(job.out)
     _settle(Path(job.out), job)
-
-
-def _device(job: GptqJob, has_cuda: bool) -> str:
-    if job.device == "auto":
-        return "cuda:0" if has_cuda else "cpu"
-    return "cuda:0" if job.device == "cuda" else job.device
 
 
 def _settle(out: Path, job: GptqJob) -> None:
@@ -164,59 +171,52 @@ def _settle(out: Path, job: GptqJob) -> None:
 def _gather(folder: Path) -> None:
     """The library's file per layer as a few large ones, without what a resumed job left double."""
     from safetensors import safe_open
+    from safetensors.torch import save_file
 
     homes: dict[str, Path] = {}
-    sizes: dict[str, int] = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as stored:
             for name in stored.keys():  # noqa: SIM118
                 homes[name] = path
     packed = {name.removesuffix(".qweight") for name in homes if name.endswith(".qweight")}
-    kept = {
-        name: path for name, path in homes.items() if name.removesuffix(".weight") not in packed
-    }
-    shards: list[dict[str, Any]] = [{}]
-    room = SHARD_BYTES
-    fresh: list[Path] = []
-    for name, path in kept.items():
+    shards: list[tuple[Path, list[str]]] = []
+    held: dict[str, Any] = {}
+    held_bytes = total = 0
+
+    def flush() -> None:
+        path = folder / f"shard-{len(shards)}.fresh"
+        save_file(held, path, metadata={"format": "pt"})
+        path.chmod(0o644)  # safetensors keeps others out
+        shards.append((path, list(held)))
+        held.clear()
+
+    for name, path in homes.items():
+        if name.removesuffix(".weight") in packed:
+            continue
         with safe_open(path, "pt") as stored:
             tensor = _narrow(stored.get_tensor(name))
-        sizes[name] = tensor.numel() * tensor.element_size()
-        if sizes[name] > room and shards[-1]:
-            fresh.append(_flush(folder, len(fresh), shards[-1]))
-            shards[-1] = dict.fromkeys(shards[-1])  # names stay, values go
-            shards.append({})
-            room = SHARD_BYTES
-        shards[-1][name] = tensor
-        room -= sizes[name]
-    fresh.append(_flush(folder, len(fresh), shards[-1]))
+        size = tensor.numel() * tensor.element_size()
+        if held and held_bytes + size > SHARD_BYTES:
+            flush()
+            held_bytes = 0
+        held[name] = tensor
+        held_bytes += size
+        total += size
+    flush()
     for path in set(homes.values()):
         path.unlink()
-    _name_shards(folder, fresh, [list(shard) for shard in shards], sum(sizes.values()))
-
-
-def _flush(folder: Path, number: int, tensors: dict[str, Any]) -> Path:
-    from safetensors.torch import save_file
-
-    path = folder / f"shard-{number}.fresh"
-    save_file(tensors, path, metadata={"format": "pt"})
-    path.chmod(0o644)  # safetensors keeps others out
-    return path
-
-
-def _name_shards(folder: Path, fresh: list[Path], names: list[list[str]], size: int) -> None:
-    """As transformers names them: one file, or several and an index."""
+    # As transformers names them: one file, or several and an index.
     index = folder / "model.safetensors.index.json"
     index.unlink(missing_ok=True)
-    if len(fresh) == 1:
-        fresh[0].rename(folder / "model.safetensors")
+    if len(shards) == 1:
+        shards[0][0].rename(folder / "model.safetensors")
         return
-    places: dict[str, str] = {}
-    for number, (path, held) in enumerate(zip(fresh, names), start=1):  # noqa: B905
-        title = f"model-{number:05}-of-{len(fresh):05}.safetensors"
+    weight_map: dict[str, str] = {}
+    for number, (path, names) in enumerate(shards, start=1):
+        title = f"model-{number:05}-of-{len(shards):05}.safetensors"
         path.rename(folder / title)
-        places |= dict.fromkeys(held, title)
-    document = {"metadata": {"total_size": size}, "weight_map": places}
+        weight_map |= dict.fromkeys(names, title)
+    document = {"metadata": {"total_size": total}, "weight_map": weight_map}
     index.write_text(json.dumps(document, indent=2) + "\n")
 
 
@@ -228,7 +228,7 @@ def _narrow(tensor: Any) -> Any:
     return tensor.half() if is_wide else tensor
 
 
-def _follow_bars(output: TextIO) -> None:
+def _follow_bars(send: Send) -> None:
     """Both libraries show layers done by tqdm: pass its counts on."""
     import importlib
 
@@ -241,38 +241,17 @@ def _follow_bars(output: TextIO) -> None:
     def report_update(self: Any, n: float = 1) -> Any:
         result = update(self, n)
         if "quantizing" in str(self.desc).lower() and self.total:
-            _report(output, done=min(int(self.n), int(self.total)), of=int(self.total))
+            send({"done": min(int(self.n), int(self.total)), "of": int(self.total)})
         return result
 
     bar.update = report_update
 
 
-def _take_stdout() -> TextIO:
-    """Stdout for us alone: what libraries print goes to stderr, below Python too."""
-    own = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)
-    return own
-
-
-def _end_with_parent(parent_pid: int) -> None:
-    """By the kernel where it can: a library may keep our threads waiting for minutes.
-
-    The parent holds our stdin open as long as it wants us, whatever it dies of.
-    """
-    helper = Path(__file__).resolve().parents[2] / "core" / "with_parent.py"
-    runpy.run_path(str(helper))["end_with_parent"](parent_pid)
-
-    def wait() -> None:
-        while os.read(0, 1):  # not sys.stdin, whose lock Python wants back when it ends
-            pass
-        os._exit(EXIT_ALONE)
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
-def _report(output: TextIO, **facts: object) -> None:
-    output.write(json.dumps(facts) + "\n")
-    output.flush()
+def _end_with_stdin() -> None:
+    """The parent holds our stdin open for as long as it wants us."""
+    while os.read(0, 1):  # not sys.stdin, whose lock Python wants back when it ends
+        pass
+    os._exit(EXIT_ALONE)
 
 
 def _peak_rss() -> int:

@@ -13,11 +13,16 @@ from pathlib import Path
 
 import psutil
 
-from tightfit.core.errors import SetupError
-from tightfit.farming.worker_pool import StartedWorkers, WorkerBackend, WorkerGroup
+from tightfit.clusters.local.workers import start_with_log
+from tightfit.farming.worker_pool import (
+    THREADS_VARIABLE,
+    StartedWorkers,
+    WorkerGroup,
+    share_threads,
+)
 
 END_SECONDS = 20.0
-"""What a worker gets to give its leases back in, before it is ended."""
+"""For a worker to return its leases, before it is killed."""
 WORKER_COMMAND = ("-m", "tightfit.farming.worker")
 
 
@@ -29,46 +34,22 @@ class LocalStarter:
         self._words = words
         self._children: list[subprocess.Popen[bytes]] = []
 
-    def start(self, group: WorkerGroup, count: int) -> StartedWorkers:
-        names = []
-        cards = self._free_cards(group, count)
-        for number in range(count):
-            names.append(self._start_one(group, number, cards[number] if cards else None))
-        return StartedWorkers(
-            group=group.name,
-            kind=WorkerBackend.LOCAL,
-            names=tuple(names),
-            num_workers=count,
-            host=socket.gethostname(),
-        )
+    def start(self, group: WorkerGroup, count: int) -> tuple[str, ...]:
+        gpus = self._free_gpus(group, count) or [None] * count
+        return tuple(self._start_one(group, number, gpu) for number, gpu in enumerate(gpus))
 
     def count_alive(self, jobs: Sequence[StartedWorkers]) -> int:
         for child in self._children:
             child.poll()  # one that has ended is not to stay as a zombie
         return sum(1 for _ in _processes(jobs))
 
-    def find_lost(
-        self, group: WorkerGroup, known: Sequence[StartedWorkers]
-    ) -> list[StartedWorkers]:
+    def find(self, group: WorkerGroup) -> dict[str, int]:  # noqa: ARG002
         """Processes whose command line is a worker's on this very folder."""
-        noted = {name for job in known for name in job.names}
-        found = []
-        for process in psutil.process_iter(["cmdline", "create_time"]):
-            words = process.info["cmdline"] or []
-            name = f"{process.pid}@{process.info['create_time']:.2f}"
-            if name not in noted and self._is_ours(words):
-                found.append(name)
-        if not found:
-            return []
-        return [
-            StartedWorkers(
-                group=group.name,
-                kind=WorkerBackend.LOCAL,
-                names=tuple(found),
-                num_workers=len(found),
-                host=socket.gethostname(),
-            )
-        ]
+        return {
+            f"{process.pid}@{process.info['create_time']:.2f}": 1
+            for process in psutil.process_iter(["cmdline", "create_time"])
+            if self._is_ours(process.info["cmdline"] or [])
+        }
 
     def stop(self, jobs: Sequence[StartedWorkers]) -> None:
         found = list(_processes(jobs))
@@ -81,13 +62,17 @@ class LocalStarter:
         for child in self._children:
             child.poll()
 
+    def name_cancel_command(self, jobs: Sequence[StartedWorkers]) -> str:
+        pids = [str(process.pid) for process in _processes(jobs)]
+        return f"kill {' '.join(pids)}" if pids else ""
+
     def _is_ours(self, words: Sequence[str]) -> bool:
         """A worker of this farm. Not what started it: a shell, or a container's own command."""
         head = [sys.executable, *self._words, str(self._folder)]
         return list(words[: len(head)]) == head
 
-    def _free_cards(self, group: WorkerGroup, count: int) -> list[str]:
-        """Those that fewest of our workers have: one that died is replaced on its own card."""
+    def _free_gpus(self, group: WorkerGroup, count: int) -> list[str | None]:
+        """The GPUs with the fewest of our workers: one that died is replaced on its own GPU."""
         if not group.gpus_per_worker or group.num_workers < 2:
             return []
         used = Counter(
@@ -95,45 +80,27 @@ class LocalStarter:
             for process in psutil.process_iter(["cmdline"])
             if self._is_ours(process.info["cmdline"] or [])
         )
-        chosen = []
+        allowed = [word for word in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if word]
+        visible = allowed or [str(number) for number in range(group.num_workers)]
+        chosen: list[str | None] = []
         for _ in range(count):
-            card = min(_visible_gpus(group.num_workers), key=lambda card: used[card])
-            used[card] += 1
-            chosen.append(card)
+            gpu = min(visible, key=lambda gpu: used[gpu])
+            used[gpu] += 1
+            chosen.append(gpu)
         return chosen
 
-    def _start_one(self, group: WorkerGroup, number: int, card: str | None) -> str:
+    def _start_one(self, group: WorkerGroup, number: int, gpu: str | None) -> str:
         words = [sys.executable, *self._words, str(self._folder), "--partition", group.name]
-        environment = dict(os.environ)
-        if card is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = card
         log = self._folder / "logs" / f"{group.name}-{time.time_ns()}-{number}.log"
-        try:
-            with log.open("ab") as stream:
-                child = subprocess.Popen(
-                    words,
-                    stdin=subprocess.DEVNULL,
-                    stdout=stream,
-                    stderr=subprocess.STDOUT,
-                    env=environment,
-                    start_new_session=True,
-                )
-        except OSError as error:
-            raise SetupError(
-                f"Cannot start a worker: {error.strerror or error}.",
-                remedy="see whether the machine has memory and processes left",
-            ) from error
+        environment = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}
+        if (num_threads := share_threads(group)) is not None:
+            environment[THREADS_VARIABLE] = str(num_threads)
+        child = start_with_log(words, log, environment)
         self._children.append(child)
         try:
             return f"{child.pid}@{psutil.Process(child.pid).create_time():.2f}"
         except psutil.Error:
             return f"{child.pid}@0.00"
-
-
-def _visible_gpus(count: int) -> list[str]:
-    """Those that we may use ourselves."""
-    allowed = [word for word in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if word]
-    return allowed or [str(number) for number in range(count)]
 
 
 def _gpu_of_process(process: psutil.Process) -> str:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
 import shlex
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tightfit.clusters.site import Site
 from tightfit.clusters.slurm.queue import JobState, cancel_jobs, read_jobs, submit_script
-from tightfit.clusters.slurm.script import BatchJob, join_argv, python_argv, srun_argv, write_script
+from tightfit.clusters.slurm.script import (
+    BatchJob,
+    JobResources,
+    join_argv,
+    srun_argv,
+    write_script,
+)
 from tightfit.core.errors import EXIT_REQUEUE, SetupError
 from tightfit.core.files import write_atomic
 from tightfit.farming.backends.local import WORKER_COMMAND
-from tightfit.farming.worker_pool import StartedWorkers, WorkerBackend, WorkerGroup
-from tightfit.hardware.commands import RunCommand, run_command
+from tightfit.farming.worker_pool import StartedWorkers, WorkerGroup, farm_prefix
+from tightfit.hardware.inventory import RunCommand, run_command
 
 MAX_RESTARTS = 20
 """Of one task by itself; after that the submitter's command starts it again."""
@@ -38,24 +44,26 @@ class SlurmStarter:
         self._mounts = mounts
         self._run = run
 
-    def start(self, group: WorkerGroup, count: int) -> StartedWorkers:
-        path = self._free_path(group)
+    def start(self, group: WorkerGroup, count: int) -> tuple[str, ...]:
+        number = 0
+        while (path := self._folder / "logs" / f"{group.name}-{number}.sbatch").exists():
+            number += 1
         write_atomic(path, self.write_script(group, count))
-        job_id = submit_script(path, run=self._run)
-        return _started(group, job_id, count)
+        return (submit_script(path, run=self._run),)
 
     def write_script(self, group: WorkerGroup, count: int) -> str:
         log = str(self._folder / "logs").replace("%", "%%")
         job = BatchJob(
-            name=self._name(group),
+            name=farm_prefix(self._folder, group),
             partition=group.partition,
             log=f"{log}/{group.name}-%A-%a.log",
             body=tuple(self._body(group)),
             gpus_per_node=group.gpus_per_worker,
-            cores_per_node=group.cores_per_worker,
+            resources=JobResources(
+                cores=group.cores_per_worker, warn_seconds=self._site.slurm.warn_seconds
+            ),
             array_size=count,
             can_requeue=True,
-            warn_seconds=self._site.slurm.warn_seconds,
         )
         site = self._site
         if group.excluded:
@@ -70,36 +78,25 @@ class SlurmStarter:
             found = read_jobs(ids, run=self._run)
         except SetupError:
             return sum(job.num_workers for job in jobs)  # a busy controller: ask again later
-        return sum(not _is_gone(status.state) for status in found)
+        gone = (JobState.UNKNOWN, JobState.COMPLETING)
+        return sum(not (one.state.is_over or one.state in gone) for one in found)
 
-    def find_lost(
-        self, group: WorkerGroup, known: Sequence[StartedWorkers]
-    ) -> list[StartedWorkers]:
-        noted = {name for job in known for name in job.names}
-        command = ("squeue", "-h", "-r", "-n", self._name(group), "-o", "%F")
+    def find(self, group: WorkerGroup) -> Mapping[str, int]:
+        command = ("squeue", "-h", "-r", "-n", farm_prefix(self._folder, group), "-o", "%F")
         try:
-            ids = self._run(command, 60.0).split()
+            return Counter(self._run(command, 60.0).split())
         except SetupError:
-            return []
-        lost = {job_id: ids.count(job_id) for job_id in ids if job_id not in noted}
-        return [_started(group, job_id, count) for job_id, count in lost.items()]
+            return {}
 
     def stop(self, jobs: Sequence[StartedWorkers]) -> None:
         cancel_jobs([name for job in jobs for name in job.names], run=self._run)
 
-    def _name(self, group: WorkerGroup) -> str:
-        """Known again by a submitter that comes later."""
-        mark = hashlib.blake2b(str(self._folder).encode(), digest_size=4).hexdigest()
-        return f"farm-{mark}-{group.name}"
-
-    def _free_path(self, group: WorkerGroup) -> Path:
-        number = 0
-        while (path := self._folder / "logs" / f"{group.name}-{number}.sbatch").exists():
-            number += 1
-        return path
+    def name_cancel_command(self, jobs: Sequence[StartedWorkers]) -> str:
+        names = [name for job in jobs for name in job.names]
+        return f"scancel {' '.join(names)}" if names else ""
 
     def _body(self, group: WorkerGroup) -> Iterator[str]:
-        words = [*python_argv(self._site), *self._words, str(self._folder)]
+        words = [*self._site.python_argv, *self._words, str(self._folder)]
         words += ["--partition", group.name]
         if self._site.container_image is not None:
             mounts = [str(self._folder.parent), *self._mounts]
@@ -125,13 +122,3 @@ class SlurmStarter:
         yield "    fi ;;"
         yield "esac"
         yield "exit $code"
-
-
-def _started(group: WorkerGroup, job_id: str, count: int) -> StartedWorkers:
-    return StartedWorkers(
-        group=group.name, kind=WorkerBackend.SLURM, names=(job_id,), num_workers=count
-    )
-
-
-def _is_gone(state: JobState) -> bool:
-    return state.is_over or state in (JobState.UNKNOWN, JobState.COMPLETING)

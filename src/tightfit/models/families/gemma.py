@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from tightfit.models.families.parts import (
-    MAX_COUNT,
-    MAX_LAYERS,
-    MAX_VOCAB,
-    ConfigFields,
-    DecoderShape,
-    count_sliding,
-    decoder,
-    gated_mlp,
-    read_decoder_shape,
-    split_attention,
+from dataclasses import replace
+from typing import Any
+
+from tightfit.core.errors import InvalidInputError
+from tightfit.models.families import parts
+from tightfit.models.families.parts import ConfigFields, DecoderShape
+from tightfit.models.family import (
+    Family,
+    GgufLayout,
+    GgufMetadata,
+    Rearrangement,
+    Settings,
+    read_usual_settings,
 )
-from tightfit.models.family import Family
 from tightfit.models.spec import Linear, ModelSpec
 
 _TANH = "gelu_pytorch_tanh"
@@ -22,31 +23,23 @@ _TANH = "gelu_pytorch_tanh"
 
 def read_gemma(f: ConfigFields) -> ModelSpec:
     """The first Gemma: Llama's layer with tied embeddings."""
-    stem = read_decoder_shape(
+    stem = parts.read_decoder_shape(
         f, head_dim=f.size_or_default("head_dim", default=256), activation=_TANH
     )
-    return ModelSpec(
-        **stem.numbers(),
-        model_type="gemma",
-        blocks=(decoder(stem, _linears(f, stem)),),
-        tie_embeddings=f.flag("tie_word_embeddings", default=True),
-        outer_params=stem.hidden,
-    )
+    return parts.make_spec(stem, parts.decoder(stem, _linears(f, stem)), tied=True)
 
 
 def read_gemma2(f: ConfigFields) -> ModelSpec:
     """Four norms a layer, every other layer slides, soft caps on scores and logits."""
-    stem = read_decoder_shape(
+    stem = parts.read_decoder_shape(
         f, head_dim=f.size_or_default("head_dim", default=256), activation=_TANH
     )
     window = f.window("sliding_window", default=4096)
-    sliding = count_sliding(f, layers=stem.layers, otherwise=(stem.layers + 1) // 2)
-    return ModelSpec(
-        **stem.numbers(),
-        model_type="gemma2",
-        blocks=(decoder(stem, _linears(f, stem), num_norms=4),),
-        tie_embeddings=f.flag("tie_word_embeddings", default=True),
-        outer_params=stem.hidden,
+    sliding = parts.count_sliding(f, layers=stem.layers, otherwise=(stem.layers + 1) // 2)
+    return parts.make_spec(
+        stem,
+        parts.decoder(stem, _linears(f, stem), num_norms=4),
+        tied=True,
         sliding_window=window,
         num_sliding_layers=sliding if window else 0,
         has_logit_softcap=_is_capped(f, "final_logit_softcapping"),
@@ -62,34 +55,35 @@ def read_gemma3(f: ConfigFields) -> ModelSpec:
     """
     filled = ConfigFields(
         {
-            "vocab_size": f.size_or_default("vocab_size", default=262_208, most=MAX_VOCAB),
+            **{key: f.values.get(key) for key in ("model_type", "tie_word_embeddings")},
+            "vocab_size": f.size_or_default("vocab_size", default=262_208, most=parts.MAX_VOCAB),
             "num_attention_heads": f.size_or_default(
-                "num_attention_heads", default=8, most=MAX_COUNT
+                "num_attention_heads", default=8, most=parts.MAX_COUNT
             ),
             "hidden_size": f.size("hidden_size"),
             "intermediate_size": f.size("intermediate_size"),
-            "num_hidden_layers": f.size("num_hidden_layers", most=MAX_LAYERS),
+            "num_hidden_layers": f.size("num_hidden_layers", most=parts.MAX_LAYERS),
             "max_position_embeddings": f.window("max_position_embeddings", default=131_072),
         },
         name=f.name,
         source=f.source,
     )
-    stem = read_decoder_shape(
+    stem = parts.read_decoder_shape(
         filled,
-        kv_heads=f.size_or_default("num_key_value_heads", default=4, most=MAX_COUNT),
+        kv_heads=f.size_or_default("num_key_value_heads", default=4, most=parts.MAX_COUNT),
         head_dim=f.size_or_default("head_dim", default=256),
         activation=f.text("hidden_activation", default=_TANH),
     )
     window = f.window("sliding_window", default=4096)
-    pattern = f.optional_size("sliding_window_pattern", most=MAX_LAYERS) or 6
-    sliding = count_sliding(f, layers=stem.layers, otherwise=stem.layers - stem.layers // pattern)
-    block = decoder(stem, _linears(f, stem), num_norms=4, head_norm_params=2 * stem.head_dim)
-    return ModelSpec(
-        **stem.numbers(),
-        model_type="gemma3_text",
-        blocks=(block,),
-        tie_embeddings=f.flag("tie_word_embeddings", default=True),
-        outer_params=stem.hidden,
+    pattern = f.optional_size("sliding_window_pattern", most=parts.MAX_LAYERS) or 6
+    sliding = parts.count_sliding(
+        f, layers=stem.layers, otherwise=stem.layers - stem.layers // pattern
+    )
+    block = parts.decoder(stem, _linears(f, stem), num_norms=4, head_norm_params=2 * stem.head_dim)
+    return parts.make_spec(
+        stem,
+        block,
+        tied=True,
         sliding_window=window,
         num_sliding_layers=sliding if window else 0,
         has_logit_softcap=f.has("final_logit_softcapping"),
@@ -99,7 +93,7 @@ def read_gemma3(f: ConfigFields) -> ModelSpec:
 
 def _linears(f: ConfigFields, stem: DecoderShape) -> tuple[Linear, ...]:
     bias = f.flag("attention_bias", default=False)
-    return split_attention(stem, bias=bias) + gated_mlp(stem)
+    return parts.split_attention(stem, bias=bias) + parts.gated_mlp(stem)
 
 
 def _is_capped(f: ConfigFields, key: str) -> bool:
@@ -108,6 +102,110 @@ def _is_capped(f: ConfigFields, key: str) -> bool:
     return f.has(key) or not f.mentions(key)
 
 
+# llama.cpp scales attention by the head's size, except in models of these many layers, the 27Bs.
+_LAYERS_OF_27B = {"gemma2": 46, "gemma3_text": 62}
+_GEMMA2_PERIOD, _USUAL_GEMMA3_PERIOD = 2, 6
+
+
+def _find_gguf_obstacle(config: Any) -> str | None:
+    is_27b = config.num_hidden_layers == _LAYERS_OF_27B[config.model_type]
+    usual = config.hidden_size // config.num_attention_heads if is_27b else config.head_dim
+    if config.query_pre_attn_scalar != usual:
+        return f"query_pre_attn_scalar {config.query_pre_attn_scalar} (it would use {usual})"
+    if getattr(config, "use_bidirectional_attention", False):
+        return "attention in both directions"
+    return None
+
+
+def _require_period(config: Any, period: int) -> None:
+    """llama.cpp supports full attention only in every n-th layer."""
+    for at, kind in enumerate(config.layer_types or ()):
+        if (kind == "full_attention") != (at % period == period - 1):
+            raise InvalidInputError(
+                f"Layer {at} of this model is of the kind {kind}, where llama.cpp expects another: "
+                f"it lets every {period}th layer attend to all tokens.",
+                remedy="use the model with --engine transformers",
+            )
+
+
+def _write_gemma2(writer: Any, config: Any) -> None:
+    writer.add_attn_logit_softcapping(float(config.attn_logit_softcapping or 0))
+    writer.add_final_logit_softcapping(float(config.final_logit_softcapping or 0))
+    writer.add_sliding_window(int(config.sliding_window or 0))
+    _require_period(config, _GEMMA2_PERIOD)
+
+
+def _write_gemma3(writer: Any, config: Any) -> None:
+    if config.final_logit_softcapping:
+        writer.add_final_logit_softcapping(float(config.final_logit_softcapping))
+    kinds = list(config.layer_types or ())
+    if "sliding_attention" not in kinds:
+        return
+    has_full = "full_attention" in kinds
+    period = kinds.index("full_attention") + 1 if has_full else _USUAL_GEMMA3_PERIOD
+    _require_period(config, period)
+    writer.add_sliding_window(int(config.sliding_window))
+    writer.add_sliding_window_pattern(period)
+    local = (config.rope_parameters or {}).get("sliding_attention", {}).get("rope_theta")
+    if local is not None:
+        writer.add_rope_freq_base_swa(float(local))
+
+
+def _read_gemma2_gguf(file: GgufMetadata, rope: Settings) -> Settings:
+    cap = file.get("attn_logit_softcapping")
+    return _read_sliding_gguf(file, rope, "gemma2", _GEMMA2_PERIOD) | {
+        "attn_logit_softcapping": float(cap) if cap else None
+    }
+
+
+def _read_gemma3_gguf(file: GgufMetadata, rope: Settings) -> Settings:
+    period = int(file.get("attention.sliding_window_pattern", _USUAL_GEMMA3_PERIOD))
+    local = float(file.get("rope.freq_base_swa", 10_000.0))
+    sliding = {"rope_type": "default", "rope_theta": local}
+    return _read_sliding_gguf(file, rope, "gemma3_text", period) | {
+        "rope_parameters": {"full_attention": rope, "sliding_attention": sliding}
+    }
+
+
+def _read_sliding_gguf(
+    file: GgufMetadata, rope: Settings, model_type: str, period: int
+) -> Settings:
+    settings = read_usual_settings(file, rope)
+    heads, layers = settings["num_attention_heads"], settings["num_hidden_layers"]
+    is_27b = layers == _LAYERS_OF_27B[model_type]
+    cap, window = file.get("final_logit_softcapping"), file.get("attention.sliding_window")
+    if window:
+        settings["sliding_window"] = int(window)
+    return settings | {
+        "query_pre_attn_scalar": settings["hidden_size"] // heads
+        if is_27b
+        else settings["head_dim"],
+        "final_logit_softcapping": float(cap) if cap else None,
+        "layer_types": [
+            "full_attention" if not window or at % period == period - 1 else "sliding_attention"
+            for at in range(layers)
+        ],
+    }
+
+
+_GELU_TANH = (_TANH, "gelu_new")
+_GEMMA3 = Family(
+    model_types=("gemma3_text",),
+    read=read_gemma3,
+    has_liger=True,
+    keeps_norm_output_fp32=True,
+    overflows_fp16=True,
+    gguf_name="gemma3",
+    gguf=GgufLayout(
+        activations=_GELU_TANH,
+        rearrangement=Rearrangement.NORM_PLUS_ONE,
+        find_obstacle=_find_gguf_obstacle,
+        rope_theta=1_000_000.0,
+        computes_windows=True,
+        write_attention=_write_gemma3,
+        read_settings=_read_gemma3_gguf,
+    ),
+)
 GEMMA_FAMILIES = (
     Family(
         model_types=("gemma",),
@@ -115,6 +213,11 @@ GEMMA_FAMILIES = (
         has_liger=True,
         fuses_projections=True,
         keeps_norm_output_fp32=True,
+        gguf=GgufLayout(
+            activations=(*_GELU_TANH, "gelu"),
+            can_untie=False,
+            rearrangement=Rearrangement.NORM_PLUS_ONE,
+        ),
     ),
     Family(
         model_types=("gemma2",),
@@ -123,12 +226,16 @@ GEMMA_FAMILIES = (
         default_softcap=True,
         has_liger=True,
         keeps_norm_output_fp32=True,
+        gguf=GgufLayout(
+            activations=_GELU_TANH,
+            can_untie=False,
+            rearrangement=Rearrangement.NORM_PLUS_ONE,
+            find_obstacle=_find_gguf_obstacle,
+            computes_windows=True,
+            write_attention=_write_gemma2,
+            read_settings=_read_gemma2_gguf,
+        ),
     ),
-    Family(
-        model_types=("gemma3", "gemma3_text"),
-        read=read_gemma3,
-        has_liger=True,
-        keeps_norm_output_fp32=True,
-        overflows_fp16=True,
-    ),
+    _GEMMA3,
+    replace(_GEMMA3, model_types=("gemma3",), gguf_name="", gguf=None),  # with a vision part
 )

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from tightfit.models.families.parts import (
-    MAX_POSITIONS,
-    ConfigFields,
-    DecoderShape,
-    decoder,
-    fused_attention,
-    plain_mlp,
-    read_decoder_shape,
-    split_attention,
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from tightfit.models.families import parts
+from tightfit.models.families.parts import ConfigFields, DecoderShape
+from tightfit.models.family import (
+    Family,
+    GgufLayout,
+    GgufMetadata,
+    Rearrangement,
+    Settings,
+    round_fp32,
 )
-from tightfit.models.family import Family
 from tightfit.models.spec import Linear, ModelSpec
 
 _TANH = "gelu_pytorch_tanh"
@@ -20,82 +22,95 @@ _TANH = "gelu_pytorch_tanh"
 
 def read_gpt2(f: ConfigFields) -> ModelSpec:
     """Learned positions, biases everywhere, tied embeddings."""
-    stem = read_decoder_shape(f, inner_factor=4, activation="gelu_new")
-    return _read_learned_positions(f, stem, "gpt2")
+    stem = parts.read_decoder_shape(f, inner_factor=4, activation="gelu_new")
+    return _read_learned_positions(f, stem)
 
 
 def read_gpt_bigcode(f: ConfigFields) -> ModelSpec:
     """GPT-2 with one key/value head: StarCoder, SantaCoder."""
     shared = f.flag("multi_query", default=True)
-    stem = read_decoder_shape(f, inner_factor=4, kv_heads=1 if shared else None, activation=_TANH)
-    return _read_learned_positions(f, stem, "gpt_bigcode")
+    stem = parts.read_decoder_shape(
+        f, inner_factor=4, kv_heads=1 if shared else None, activation=_TANH
+    )
+    return _read_learned_positions(f, stem)
 
 
 def read_gpt_neox(f: ConfigFields) -> ModelSpec:
     """GPT-NeoX and Pythia: rotary, two norms a layer whether or not the residual is parallel."""
-    stem = read_decoder_shape(f, inner_factor=4, activation="gelu")
+    stem = parts.read_decoder_shape(f, inner_factor=4, activation="gelu")
     names = ("query_key_value", "dense")
-    attention = fused_attention(stem, names=names, bias=f.flag("attention_bias", default=True))
-    mlp = plain_mlp(stem, names=("dense_h_to_4h", "dense_4h_to_h"), bias=True)
-    return ModelSpec(
-        **stem.numbers(),
-        model_type="gpt_neox",
-        blocks=(decoder(stem, attention + mlp, norm_bias=True),),
-        is_rms_norm=False,
-        is_gated_mlp=False,
+    attention = parts.fused_attention(
+        stem, names=names, bias=f.flag("attention_bias", default=True)
+    )
+    mlp = parts.plain_mlp(stem, names=("dense_h_to_4h", "dense_4h_to_h"), bias=True)
+    return parts.make_spec(
+        stem,
+        parts.decoder(stem, attention + mlp, norm_bias=True),
+        has_layer_norm=True,
         is_parallel_residual=f.flag("use_parallel_residual", default=True),
-        tie_embeddings=f.flag("tie_word_embeddings", default=False),
-        outer_params=2 * stem.hidden,
     )
 
 
 def read_gptj(f: ConfigFields) -> ModelSpec:
     """GPT-J: one norm a layer, biases on the MLP and the head alone."""
-    stem = read_decoder_shape(f, inner_factor=4, activation="gelu_new")
-    return _read_parallel(f, stem, split_attention(stem, out_name="out_proj"), "gptj")
+    stem = parts.read_decoder_shape(f, inner_factor=4, activation="gelu_new")
+    return _read_parallel(stem, parts.split_attention(stem, out_name="out_proj"))
 
 
 def read_codegen(f: ConfigFields) -> ModelSpec:
     """CodeGen 1 and 2: GPT-J with query, key and value in one matrix."""
-    stem = read_decoder_shape(f, inner_factor=4, activation="gelu_new")
-    attention = fused_attention(stem, names=("qkv_proj", "out_proj"))
-    return _read_parallel(f, stem, attention, "codegen")
+    stem = parts.read_decoder_shape(f, inner_factor=4, activation="gelu_new")
+    attention = parts.fused_attention(stem, names=("qkv_proj", "out_proj"))
+    return _read_parallel(stem, attention)
 
 
-def _read_learned_positions(f: ConfigFields, stem: DecoderShape, model_type: str) -> ModelSpec:
+def _read_learned_positions(f: ConfigFields, stem: DecoderShape) -> ModelSpec:
     positions = f.size_or_default(
-        "n_positions", "max_position_embeddings", "n_ctx", default=1024, most=MAX_POSITIONS
+        "n_positions", "max_position_embeddings", "n_ctx", default=1024, most=parts.MAX_POSITIONS
     )
-    linears = fused_attention(stem, names=("c_attn", "c_proj"), bias=True) + plain_mlp(
+    linears = parts.fused_attention(stem, names=("c_attn", "c_proj"), bias=True) + parts.plain_mlp(
         stem, names=("c_fc", "c_proj"), bias=True
     )
-    return ModelSpec(
-        **stem.numbers(),
-        model_type=model_type,
-        blocks=(decoder(stem, linears, norm_bias=True),),
-        is_rms_norm=False,
-        is_gated_mlp=False,
-        tie_embeddings=f.flag("tie_word_embeddings", default=True),
+    return parts.make_spec(
+        stem,
+        parts.decoder(stem, linears, norm_bias=True),
+        tied=True,
+        has_layer_norm=True,
         position_params=positions * stem.hidden,
-        outer_params=2 * stem.hidden,
     )
 
 
-def _read_parallel(
-    f: ConfigFields, stem: DecoderShape, attention: tuple[Linear, ...], model_type: str
-) -> ModelSpec:
-    mlp = plain_mlp(stem, names=("fc_in", "fc_out"), bias=True)
-    return ModelSpec(
-        **stem.numbers(),
-        model_type=model_type,
-        blocks=(decoder(stem, attention + mlp, num_norms=1, norm_bias=True),),
-        is_rms_norm=False,
-        is_gated_mlp=False,
+def _read_parallel(stem: DecoderShape, attention: tuple[Linear, ...]) -> ModelSpec:
+    mlp = parts.plain_mlp(stem, names=("fc_in", "fc_out"), bias=True)
+    return parts.make_spec(
+        stem,
+        parts.decoder(stem, attention + mlp, num_norms=1, norm_bias=True),
+        has_layer_norm=True,
         is_parallel_residual=True,
-        tie_embeddings=f.flag("tie_word_embeddings", default=False),
         lm_head_bias=True,
-        outer_params=2 * stem.hidden,
     )
+
+
+def _find_gpt2_obstacle(config: Any) -> str | None:
+    if getattr(config, "scale_attn_by_inverse_layer_idx", False):
+        return "attention scaled by the layer's number"
+    return None if getattr(config, "scale_attn_weights", True) else "unscaled attention"
+
+
+def _read_gpt2_gguf(file: GgufMetadata, _rope: Settings) -> Settings:
+    width, inner = int(file.get("embedding_length")), int(file.get("feed_forward_length"))
+    return {
+        "n_layer": int(file.get("block_count")),
+        "n_head": int(file.get("attention.head_count")),
+        "layer_norm_epsilon": round_fp32(file.get("attention.layer_norm_epsilon")),
+        "n_embd": width,
+        "n_positions": int(file.get("context_length")),
+        "n_inner": None if inner == 4 * width else inner,
+    }
+
+
+def _read_bigcode_flags(config: Mapping[str, Any], _tensors: Collection[str]) -> Settings:
+    return {"multi_query": config.get("num_key_value_heads", 1) == 1}
 
 
 GPT_FAMILIES = (
@@ -105,9 +120,24 @@ GPT_FAMILIES = (
         default_attention_dropout=0.1,
         composes_gelu=True,
         has_fp8_linears=False,  # Conv1D
+        gguf=GgufLayout(
+            activations=(_TANH, "gelu_new"),
+            rearrangement=Rearrangement.TRANSPOSED,
+            old_prefix="added",
+            inner_key="n_inner",
+            find_obstacle=_find_gpt2_obstacle,
+            has_rotary=False,
+            read_settings=_read_gpt2_gguf,
+        ),
     ),
-    Family(model_types=("gpt_bigcode",), read=read_gpt_bigcode, default_attention_dropout=0.1),
-    Family(model_types=("gpt_neox",), read=read_gpt_neox, splits_rotary=True),
+    Family(
+        model_types=("gpt_bigcode",),
+        read=read_gpt_bigcode,
+        default_attention_dropout=0.1,
+        gguf_name="starcoder",
+        gguf_flags=_read_bigcode_flags,
+    ),
+    Family(model_types=("gpt_neox",), read=read_gpt_neox, splits_rotary=True, gguf_name="gptneox"),
     Family(
         model_types=("gptj",),
         read=read_gptj,

@@ -1,31 +1,34 @@
-"""Llama and the families that share its layer: Mistral, Granite, StableLM, Baichuan."""
+"""Llama and the families that share its layer: Mistral, Granite, StableLM, Baichuan, Phi.
+
+With experts: Mixtral, GraniteMoE, gpt-oss.
+"""
 
 from __future__ import annotations
 
-from tightfit.models.families.parts import (
-    ConfigFields,
-    decoder,
-    fused_attention,
-    gated_mlp,
-    read_decoder_shape,
-    split_attention,
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from tightfit.models.families import parts
+from tightfit.models.families.parts import ConfigFields
+from tightfit.models.family import (
+    Family,
+    GgufLayout,
+    GgufMetadata,
+    Rearrangement,
+    Settings,
+    find_non_square_heads,
+    has_attention_bias,
+    read_usual_settings,
 )
-from tightfit.models.family import Family
 from tightfit.models.spec import ModelSpec
 
 
 def read_llama(f: ConfigFields) -> ModelSpec:
     """Llama, and with it Granite, Yi, SmolLM, TinyLlama, Vicuna."""
-    stem = read_decoder_shape(f)
-    attention = split_attention(stem, bias=f.flag("attention_bias", default=False))
-    mlp = gated_mlp(stem, bias=f.flag("mlp_bias", default=False))
-    return ModelSpec(
-        **stem.numbers(),
-        model_type="llama",
-        blocks=(decoder(stem, attention + mlp),),
-        tie_embeddings=f.flag("tie_word_embeddings", default=False),
-        outer_params=stem.hidden,
-    )
+    stem = parts.read_decoder_shape(f)
+    attention = parts.split_attention(stem, bias=f.flag("attention_bias", default=False))
+    mlp = parts.gated_mlp(stem, bias=f.flag("mlp_bias", default=False))
+    return parts.make_spec(stem, parts.decoder(stem, attention + mlp))
 
 
 def read_tied_llama(f: ConfigFields) -> ModelSpec:
@@ -38,14 +41,11 @@ def read_tied_llama(f: ConfigFields) -> ModelSpec:
 def read_mistral(f: ConfigFields) -> ModelSpec:
     """Llama's layer with a sliding window on every layer, where one is set."""
     heads = f.size_or_default("num_key_value_heads", default=8)
-    stem = read_decoder_shape(f, kv_heads=heads)
+    stem = parts.read_decoder_shape(f, kv_heads=heads)
     window = f.window("sliding_window", default=4096)
-    return ModelSpec(
-        **stem.numbers(),
-        model_type="mistral",
-        blocks=(decoder(stem, split_attention(stem) + gated_mlp(stem)),),
-        tie_embeddings=f.flag("tie_word_embeddings", default=False),
-        outer_params=stem.hidden,
+    return parts.make_spec(
+        stem,
+        parts.decoder(stem, parts.split_attention(stem) + parts.gated_mlp(stem)),
         sliding_window=window,
         num_sliding_layers=stem.layers if window else 0,
     )
@@ -53,46 +53,191 @@ def read_mistral(f: ConfigFields) -> ModelSpec:
 
 def read_stablelm(f: ConfigFields) -> ModelSpec:
     """Llama's matrices under LayerNorm; a parallel residual has one norm."""
-    stem = read_decoder_shape(f)
+    stem = parts.read_decoder_shape(f)
     bias = f.flag("use_qkv_bias", default=False)
     parallel = f.flag("use_parallel_residual", default=False)
     per_head = f.flag("qk_layernorm", default=False)
-    block = decoder(
+    block = parts.decoder(
         stem,
-        split_attention(stem, bias=bias, out_bias=False) + gated_mlp(stem),
+        parts.split_attention(stem, bias=bias, out_bias=False) + parts.gated_mlp(stem),
         num_norms=1 if parallel else 2,
         norm_bias=True,
         head_norm_params=stem.query_width + stem.kv_width if per_head else 0,
     )
-    return ModelSpec(
-        **stem.numbers(),
-        model_type="stablelm",
-        blocks=(block,),
-        is_rms_norm=False,
-        is_parallel_residual=parallel,
-        tie_embeddings=f.flag("tie_word_embeddings", default=False),
-        outer_params=2 * stem.hidden,
+    return parts.make_spec(
+        stem, block, has_layer_norm=True, is_gated_mlp=True, is_parallel_residual=parallel
     )
 
 
 def read_baichuan(f: ConfigFields) -> ModelSpec:
     """Llama's layer with query, key and value in one matrix, `W_pack`. Code on the hub only."""
-    stem = read_decoder_shape(f)
-    attention = fused_attention(stem, names=("W_pack", "o_proj"))
-    return ModelSpec(
-        **stem.numbers(),
-        model_type="baichuan",
-        blocks=(decoder(stem, attention + gated_mlp(stem)),),
-        tie_embeddings=f.flag("tie_word_embeddings", default=False),
-        outer_params=stem.hidden,
+    stem = parts.read_decoder_shape(f)
+    attention = parts.fused_attention(stem, names=("W_pack", "o_proj"))
+    return parts.make_spec(stem, parts.decoder(stem, attention + parts.gated_mlp(stem)))
+
+
+def _read_llama_gguf(file: GgufMetadata, rope: Settings) -> Settings:
+    return read_usual_settings(file, rope) | {
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_up.bias" in file.tensors,
+    }
+
+
+def _read_stablelm_flags(_config: Mapping[str, Any], tensors: Collection[str]) -> Settings:
+    return {
+        "use_qkv_bias": has_attention_bias(tensors),
+        "use_parallel_residual": "blk.0.ffn_norm.weight" not in tensors,
+    }
+
+
+_LLAMA_GGUF = GgufLayout(rearrangement=Rearrangement.ROTARY, read_settings=_read_llama_gguf)
+
+LLAMA_FAMILIES = (
+    Family(
+        model_types=("llama",),
+        read=read_llama,
+        has_liger=True,
+        fuses_projections=True,
+        gguf=_LLAMA_GGUF,
+    ),
+    Family(
+        model_types=("mistral",),
+        read=read_mistral,
+        has_liger=True,
+        fuses_projections=True,
+        gguf_name="llama",  # its files say llama, and compute alike
+        gguf=_LLAMA_GGUF,
+    ),
+    Family(model_types=("granite",), read=read_llama, has_liger=True, scales_logits=True),
+    Family(model_types=("smollm3",), read=read_tied_llama, has_liger=True),
+    Family(model_types=("stablelm",), read=read_stablelm, gguf_flags=_read_stablelm_flags),
+    Family(model_types=("baichuan",), read=read_baichuan, splits_rotary=True),
+)
+
+
+# Phi 1 to 2 (parallel residual, LayerNorm) and Phi 3 to 4 (Llama-like with fused matrices).
+
+
+def read_phi(f: ConfigFields) -> ModelSpec:
+    """Phi 1, 1.5, 2: one norm a layer, biases everywhere, the head's too."""
+    stem = parts.read_decoder_shape(f, activation="gelu_new")
+    linears = parts.split_attention(stem, bias=True, out_name="dense") + parts.plain_mlp(
+        stem, names=("fc1", "fc2"), bias=True
+    )
+    per_head = f.flag("qk_layernorm", default=False)
+    block = parts.decoder(
+        stem,
+        linears,
+        num_norms=1,
+        norm_bias=True,
+        head_norm_params=4 * stem.head_dim if per_head else 0,
+    )
+    return parts.make_spec(
+        stem, block, has_layer_norm=True, is_parallel_residual=True, lm_head_bias=True
     )
 
 
-LLAMA_FAMILIES = (
-    Family(model_types=("llama",), read=read_llama, has_liger=True, fuses_projections=True),
-    Family(model_types=("mistral",), read=read_mistral, has_liger=True, fuses_projections=True),
-    Family(model_types=("granite",), read=read_llama, has_liger=True, scales_logits=True),
-    Family(model_types=("smollm3",), read=read_tied_llama, has_liger=True),
-    Family(model_types=("stablelm",), read=read_stablelm),
-    Family(model_types=("baichuan",), read=read_baichuan, splits_rotary=True),
+def read_phi3(f: ConfigFields) -> ModelSpec:
+    """Phi 3, 3.5, 4: `qkv_proj` and `gate_up_proj` are fused."""
+    stem = parts.read_decoder_shape(f)
+    linears = parts.fused_attention(stem, names=("qkv_proj", "o_proj")) + parts.plain_mlp(
+        stem, names=("gate_up_proj", "down_proj"), bias=False, up_factor=2
+    )
+    window = f.window("sliding_window", default=None)
+    return parts.make_spec(
+        stem,
+        parts.decoder(stem, linears),
+        sliding_window=window,
+        num_sliding_layers=stem.layers if window else 0,
+    )
+
+
+def _write_phi3(writer: Any, config: Any) -> None:
+    writer.add_sliding_window(int(config.sliding_window or 0))
+
+
+def _read_phi3_gguf(file: GgufMetadata, rope: Settings) -> Settings:
+    settings = read_usual_settings(file, rope)
+    del settings["head_dim"]
+    trained = rope.get("original_max_position_embeddings", settings["max_position_embeddings"])
+    return settings | {
+        "sliding_window": int(file.get("attention.sliding_window", 0)) or None,
+        "original_max_position_embeddings": trained,
+    }
+
+
+PHI_FAMILIES = (
+    Family(model_types=("phi",), read=read_phi, composes_gelu=True, gguf_name="phi2"),
+    Family(
+        model_types=("phi3",),
+        read=read_phi3,
+        has_liger=True,
+        splits_rotary=True,
+        gguf=GgufLayout(
+            find_obstacle=find_non_square_heads,
+            rope_spans_rotary_dim=True,
+            write_attention=_write_phi3,
+            read_settings=_read_phi3_gguf,
+        ),
+    ),
+)
+
+
+# Families that are mixtures of experts on every layer: Mixtral, GraniteMoE, gpt-oss.
+
+
+def read_mixtral(f: ConfigFields) -> ModelSpec:
+    """Mistral's attention, experts for the MLP."""
+    stem = parts.read_decoder_shape(f, kv_heads=f.size_or_default("num_key_value_heads", default=8))
+    experts = parts.read_experts(f, inner=stem.inner, count_default=8, per_token_default=2)
+    window = f.window("sliding_window", default=None)
+    linears = parts.split_attention(stem) + parts.expert_linears(
+        stem, experts, router="gate", adapted=True
+    )
+    return parts.make_spec(
+        stem,
+        parts.decoder(stem, linears),
+        sliding_window=window,
+        num_sliding_layers=stem.layers if window else 0,
+    )
+
+
+def read_granitemoe(f: ConfigFields) -> ModelSpec:
+    """Granite's attention, experts for the MLP."""
+    stem = parts.read_decoder_shape(f)
+    experts = parts.read_experts(f, inner=stem.inner, count_default=8, per_token_default=2)
+    attention = parts.split_attention(stem, bias=f.flag("attention_bias", default=False))
+    linears = attention + parts.expert_linears(stem, experts, router="router")
+    return parts.make_spec(stem, parts.decoder(stem, linears))
+
+
+def read_gpt_oss(f: ConfigFields) -> ModelSpec:
+    """gpt-oss: biases on experts too, a learned sink per head, every other layer slides."""
+    stem = parts.read_decoder_shape(f, head_dim=f.size_or_default("head_dim", default=64))
+    experts = parts.read_experts(f, inner=stem.inner, count_default=128, per_token_default=4)
+    bias = f.flag("attention_bias", default=True)
+    linears = parts.split_attention(stem, bias=bias) + parts.expert_linears(
+        stem, experts, router="router", bias=True
+    )
+    window = f.window("sliding_window", default=128)
+    sliding = parts.count_sliding(f, layers=stem.layers, otherwise=(stem.layers + 1) // 2)
+    return parts.make_spec(
+        stem,
+        parts.decoder(stem, linears, extra_params=stem.heads),
+        sliding_window=window,
+        num_sliding_layers=sliding if window else 0,
+    )
+
+
+MOE_FAMILIES = (
+    Family(model_types=("mixtral",), read=read_mixtral, has_liger=True),
+    Family(model_types=("granitemoe",), read=read_granitemoe),
+    Family(
+        model_types=("gpt_oss",),
+        read=read_gpt_oss,
+        has_sdpa=False,
+        has_sinks=True,
+        has_liger=True,
+        gguf_name="gpt-oss",
+    ),
 )

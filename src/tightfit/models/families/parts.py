@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any, TypeVar
 
 from tightfit.core.errors import InvalidInputError
-from tightfit.models.spec import Block, Linear, Role
+from tightfit.models.spec import Block, Linear, ModelSpec, Role
 
 # Checked access to the values of a model's config: nothing unchecked gets past this file.
 
@@ -19,6 +19,9 @@ MAX_COUNT = 65_536
 """Of heads, experts, buckets."""
 MAX_VOCAB = 100_000_000
 MAX_POSITIONS = 10_000_000_000
+
+
+_Item = TypeVar("_Item", str, int)
 
 
 class ConfigFields:
@@ -70,12 +73,10 @@ class ConfigFields:
         if key is None:
             return None
         value = self.values[key]
-        if isinstance(value, bool) or not isinstance(value, int):
+        if type(value) is not int:
             raise self._wrong(key, "a whole number")
-        if value < 1:
-            raise self._wrong(key, "1 or more")
-        if value > most:
-            raise self._wrong(key, f"at most {most:,}")
+        if not 1 <= value <= most:
+            raise self._wrong(key, "1 or more" if value < 1 else f"at most {most:,}")
         return value
 
     def window(self, key: str, *, default: int | None) -> int | None:
@@ -104,20 +105,18 @@ class ConfigFields:
 
     def texts(self, key: str) -> tuple[str, ...] | None:
         """A list of words, or None where the config is silent."""
-        value = self.values.get(key)
-        if value is None:
-            return None
-        if not isinstance(value, (list, tuple)) or not all(isinstance(item, str) for item in value):
-            raise self._wrong(key, "a list of words")
-        return tuple(value)
+        return self._items(key, str, "a list of words")
 
     def numbers(self, key: str) -> tuple[int, ...]:
         """A list of whole numbers; empty where the config is silent."""
+        return self._items(key, int, "a list of whole numbers") or ()
+
+    def _items(self, key: str, kind: type[_Item], expected: str) -> tuple[_Item, ...] | None:
         value = self.values.get(key)
         if value is None:
-            return ()
-        if not isinstance(value, (list, tuple)) or not all(type(item) is int for item in value):
-            raise self._wrong(key, "a list of whole numbers")
+            return None
+        if not isinstance(value, (list, tuple)) or not all(type(item) is kind for item in value):
+            raise self._wrong(key, expected)
         return tuple(value)
 
     def number(self, key: str) -> float | None:
@@ -125,11 +124,10 @@ class ConfigFields:
         value = self.values.get(key)
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise self._wrong(key, "a number")
-        if not abs(value) <= 1e18:  # written so that NaN is refused too
-            raise self._wrong(key, "a number")
-        return float(value)
+        # The bound is written so that NaN is refused too.
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= 1e18:
+            return float(value)
+        raise self._wrong(key, "a number")
 
     def part(self, key: str) -> ConfigFields | None:
         """A nested config that shares this one's warnings, or None."""
@@ -187,30 +185,10 @@ KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "n_kv_heads")
 INNER = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "d_ff", "inner_hidden_size")
 VOCAB = ("vocab_size", "padded_vocab_size")
 POSITIONS = (
-    "max_position_embeddings",
-    "n_positions",
-    "max_seq_len",
-    "seq_length",
-    "max_sequence_length",
-    "model_max_length",
-    "n_ctx",
+    *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
+    *("max_sequence_length", "model_max_length", "n_ctx"),
 )
 ACTIVATIONS = ("hidden_activation", "hidden_act", "activation_function", "activation")
-
-
-class SpecNumbers(TypedDict):
-    """The arguments of ModelSpec that a Stem knows."""
-
-    name: str
-    source: str
-    hidden_size: int
-    vocab_size: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    max_positions: int | None
-    activation: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -236,19 +214,20 @@ class DecoderShape:
     def kv_width(self) -> int:
         return self.kv_heads * self.head_dim
 
-    def numbers(self) -> SpecNumbers:
-        return SpecNumbers(
-            name=self.fields.name,
-            source=self.fields.source,
-            hidden_size=self.hidden,
-            vocab_size=self.vocab,
-            num_heads=self.heads,
-            num_kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            intermediate_size=self.inner,
-            max_positions=self.positions,
-            activation=self.activation,
-        )
+    def numbers(self) -> dict[str, Any]:
+        """As a ModelSpec names them."""
+        return {
+            "name": self.fields.name,
+            "source": self.fields.source,
+            "hidden_size": self.hidden,
+            "vocab_size": self.vocab,
+            "num_heads": self.heads,
+            "num_kv_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.inner,
+            "max_positions": self.positions,
+            "activation": self.activation,
+        }
 
 
 def read_decoder_shape(
@@ -266,8 +245,7 @@ def read_decoder_shape(
     says. `inner_factor` (the MLP's width in hidden sizes) and `activation` are for
     configs that are silent.
     """
-    needed = [HIDDEN, LAYERS, HEADS, VOCAB]
-    f.need(*needed, *([INNER] if inner is None and inner_factor is None else []))
+    f.need(HIDDEN, LAYERS, HEADS, VOCAB, *([INNER] if (inner or inner_factor) is None else []))
     hidden = f.size(*HIDDEN)
     heads = f.size(*HEADS, most=MAX_COUNT)
     if head_dim is None:
@@ -310,18 +288,13 @@ def split_attention(
     out_name: str = "o_proj",
 ) -> tuple[Linear, ...]:
     """Separate query, key, value and output matrices; `out_bias` where it differs from `bias`."""
-    role = Role.ATTENTION
+    role, wide = Role.ATTENTION, stem.query_width
+    out_bias = bias if out_bias is None else out_bias
     return (
-        linear("q_proj", stem.hidden, stem.query_width, role, bias=bias),
+        linear("q_proj", stem.hidden, wide, role, bias=bias),
         linear("k_proj", stem.hidden, stem.kv_width, role, bias=bias),
         linear("v_proj", stem.hidden, stem.kv_width, role, bias=bias),
-        linear(
-            out_name,
-            stem.query_width,
-            stem.hidden,
-            role,
-            bias=bias if out_bias is None else out_bias,
-        ),
+        linear(out_name, wide, stem.hidden, role, bias=out_bias),
     )
 
 
@@ -329,28 +302,20 @@ def fused_attention(
     stem: DecoderShape, *, names: tuple[str, str], bias: bool = False, out_bias: bool | None = None
 ) -> tuple[Linear, ...]:
     """One matrix for query, key and value, one for the output."""
-    fused, out = names
+    role, wide = Role.ATTENTION, stem.query_width
+    out_bias = bias if out_bias is None else out_bias
     return (
-        linear(fused, stem.hidden, stem.query_width + 2 * stem.kv_width, Role.ATTENTION, bias=bias),
-        linear(
-            out,
-            stem.query_width,
-            stem.hidden,
-            Role.ATTENTION,
-            bias=bias if out_bias is None else out_bias,
-        ),
+        linear(names[0], stem.hidden, wide + 2 * stem.kv_width, role, bias=bias),
+        linear(names[1], wide, stem.hidden, role, bias=out_bias),
     )
 
 
-def gated_mlp(
-    stem: DecoderShape, *, bias: bool = False, inner: int | None = None
-) -> tuple[Linear, ...]:
+def gated_mlp(stem: DecoderShape, *, bias: bool = False) -> tuple[Linear, ...]:
     """Gate, up and down."""
-    width = inner or stem.inner
     return (
-        linear("gate_proj", stem.hidden, width, Role.MLP, bias=bias),
-        linear("up_proj", stem.hidden, width, Role.MLP, bias=bias),
-        linear("down_proj", width, stem.hidden, Role.MLP, bias=bias),
+        linear("gate_proj", stem.hidden, stem.inner, Role.MLP, bias=bias),
+        linear("up_proj", stem.hidden, stem.inner, Role.MLP, bias=bias),
+        linear("down_proj", stem.inner, stem.hidden, Role.MLP, bias=bias),
     )
 
 
@@ -438,6 +403,33 @@ def decoder(
         norm_bias=norm_bias,
         head_norm_params=head_norm_params,
         extra_params=extra_params,
+    )
+
+
+def make_spec(
+    stem: DecoderShape,
+    block: Block,
+    *,
+    tied: bool = False,
+    has_layer_norm: bool = False,
+    **others: Any,
+) -> ModelSpec:
+    """A decoder of equal layers and one norm behind them, LayerNorm's with a plain MLP.
+
+    `tied`: whether the head is the embedding where the config is silent.
+    """
+    fields = stem.fields
+    usual = {
+        "is_rms_norm": not has_layer_norm,
+        "is_gated_mlp": not has_layer_norm,
+        "outer_params": stem.hidden * (2 if has_layer_norm else 1),
+    }
+    return ModelSpec(
+        **stem.numbers(),
+        model_type=fields.text("model_type", default="generic"),
+        blocks=(block,),
+        tie_embeddings=fields.flag("tie_word_embeddings", default=tied),
+        **(usual | others),
     )
 
 

@@ -2,93 +2,72 @@
 
 from __future__ import annotations
 
-from tightfit.models.families.parts import (
-    MAX_COUNT,
-    MAX_INNER_WIDTH,
-    MAX_LAYERS,
-    ConfigFields,
-    DecoderShape,
-    count_sliding,
-    decoder,
-    expert_linears,
-    fused_attention,
-    gated_mlp,
-    linear,
-    read_decoder_shape,
-    read_experts,
-    split_attention,
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from tightfit.models.families import parts
+from tightfit.models.families.parts import ConfigFields, DecoderShape
+from tightfit.models.family import (
+    Family,
+    GgufLayout,
+    GgufMetadata,
+    Settings,
+    find_non_square_heads,
+    read_usual_settings,
 )
-from tightfit.models.family import Family
 from tightfit.models.spec import Block, ModelSpec, Role
 
 
 def read_qwen(f: ConfigFields) -> ModelSpec:
     """The first Qwen: `intermediate_size` counts gate and up together. Code on the hub only."""
     f.need(("intermediate_size",))
-    doubled = f.size("intermediate_size", most=MAX_INNER_WIDTH)
-    stem = read_decoder_shape(
+    doubled = f.size("intermediate_size", most=parts.MAX_INNER_WIDTH)
+    stem = parts.read_decoder_shape(
         f, inner=f.quotient(doubled, 2, "`intermediate_size` holds gate and up")
     )
     bias = not f.flag("no_bias", default=True)
     linears = (
-        *fused_attention(stem, names=("c_attn", "c_proj"), bias=True, out_bias=bias),
-        linear("w1", stem.hidden, stem.inner, Role.MLP, bias=bias),
-        linear("w2", stem.hidden, stem.inner, Role.MLP, bias=bias),
-        linear("c_proj", stem.inner, stem.hidden, Role.MLP, bias=bias),
+        *parts.fused_attention(stem, names=("c_attn", "c_proj"), bias=True, out_bias=bias),
+        parts.linear("w1", stem.hidden, stem.inner, Role.MLP, bias=bias),
+        parts.linear("w2", stem.hidden, stem.inner, Role.MLP, bias=bias),
+        parts.linear("c_proj", stem.inner, stem.hidden, Role.MLP, bias=bias),
     )
-    return ModelSpec(
-        **stem.numbers(),
-        model_type="qwen",
-        blocks=(decoder(stem, linears),),
-        tie_embeddings=f.flag("tie_word_embeddings", default=False),
-        outer_params=stem.hidden,
-    )
+    return parts.make_spec(stem, parts.decoder(stem, linears))
 
 
 def read_qwen2(f: ConfigFields) -> ModelSpec:
     """Qwen 2 and 2.5: biases on query, key and value alone."""
-    stem = read_decoder_shape(f)
-    linears = split_attention(stem, bias=True, out_bias=False) + gated_mlp(stem)
+    stem = parts.read_decoder_shape(f)
+    linears = parts.split_attention(stem, bias=True, out_bias=False) + parts.gated_mlp(stem)
     window, sliding = _late_window(f, stem)
-    return ModelSpec(
-        **stem.numbers(),
-        model_type="qwen2",
-        blocks=(decoder(stem, linears),),
-        tie_embeddings=f.flag("tie_word_embeddings", default=False),
-        outer_params=stem.hidden,
-        sliding_window=window,
-        num_sliding_layers=sliding,
+    return parts.make_spec(
+        stem, parts.decoder(stem, linears), sliding_window=window, num_sliding_layers=sliding
     )
 
 
 def read_qwen3(f: ConfigFields) -> ModelSpec:
     """Qwen 3: a norm over each query and key head; `head_dim` stands apart."""
-    stem = read_decoder_shape(f, head_dim=f.size_or_default("head_dim", default=128))
-    linears = split_attention(stem, bias=f.flag("attention_bias", default=False)) + gated_mlp(stem)
+    stem = parts.read_decoder_shape(f, head_dim=f.size_or_default("head_dim", default=128))
+    linears = parts.split_attention(
+        stem, bias=f.flag("attention_bias", default=False)
+    ) + parts.gated_mlp(stem)
     window, sliding = _late_window(f, stem)
-    return ModelSpec(
-        **stem.numbers(),
-        model_type="qwen3",
-        blocks=(decoder(stem, linears, head_norm_params=2 * stem.head_dim),),
-        tie_embeddings=f.flag("tie_word_embeddings", default=False),
-        outer_params=stem.hidden,
-        sliding_window=window,
-        num_sliding_layers=sliding,
-    )
+    block = parts.decoder(stem, linears, head_norm_params=2 * stem.head_dim)
+    return parts.make_spec(stem, block, sliding_window=window, num_sliding_layers=sliding)
 
 
 def read_qwen3_moe(f: ConfigFields) -> ModelSpec:
     """Qwen 3 with experts on every layer, or on those the config picks."""
-    stem = read_decoder_shape(f)
-    inner = f.size_or_default("moe_intermediate_size", default=768, most=MAX_INNER_WIDTH)
-    experts = read_experts(f, inner=inner, count_default=128, per_token_default=8)
-    attention = split_attention(stem, bias=f.flag("attention_bias", default=False))
+    stem = parts.read_decoder_shape(f)
+    inner = f.size_or_default("moe_intermediate_size", default=768, most=parts.MAX_INNER_WIDTH)
+    experts = parts.read_experts(f, inner=inner, count_default=128, per_token_default=8)
+    attention = parts.split_attention(stem, bias=f.flag("attention_bias", default=False))
     num_dense = _num_dense_layers(f, stem.layers)
 
     def block(num_layers: int, *, sparse: bool) -> Block:
-        mlp = gated_mlp(stem)
+        mlp = parts.gated_mlp(stem)
         if sparse:
-            mlp = expert_linears(stem, experts, router="gate", adapted=True)
+            mlp = parts.expert_linears(stem, experts, router="gate", adapted=True)
         return Block(
             kind="decoder",
             num_layers=num_layers,
@@ -113,7 +92,7 @@ def read_qwen3_moe(f: ConfigFields) -> ModelSpec:
 
 def _num_dense_layers(f: ConfigFields, layers: int) -> int:
     """Layers with a plain MLP: those listed, and those off the sparse step."""
-    step = f.optional_size("decoder_sparse_step", most=MAX_LAYERS) or 1
+    step = f.optional_size("decoder_sparse_step", most=parts.MAX_LAYERS) or 1
     listed = {index for index in f.numbers("mlp_only_layers") if 0 <= index < layers}
     return sum(index in listed or (index + 1) % step != 0 for index in range(layers))
 
@@ -123,14 +102,36 @@ def _late_window(f: ConfigFields, stem: DecoderShape) -> tuple[int | None, int]:
     if not f.flag("use_sliding_window", default=False):
         return None, 0
     window = f.window("sliding_window", default=4096)
-    first = f.optional_size("max_window_layers", most=MAX_COUNT) or 0
+    first = f.optional_size("max_window_layers", most=parts.MAX_COUNT) or 0
     late = max(0, stem.layers - first) if window else 0
-    return window, count_sliding(f, layers=stem.layers, otherwise=late)
+    return window, parts.count_sliding(f, layers=stem.layers, otherwise=late)
+
+
+def _read_qwen_flags(config: Mapping[str, Any], _tensors: Collection[str]) -> Settings:
+    width = config.get("intermediate_size")  # of gate or up alone in GGUF
+    return {"intermediate_size": 2 * width if isinstance(width, int) else width}
+
+
+def _read_qwen3_gguf(file: GgufMetadata, rope: Settings) -> Settings:
+    bias = "blk.0.attn_q.bias" in file.tensors
+    return read_usual_settings(file, rope) | {"attention_bias": bias}
 
 
 QWEN_FAMILIES = (
-    Family(model_types=("qwen",), read=read_qwen, splits_rotary=True),
-    Family(model_types=("qwen2",), read=read_qwen2, has_liger=True, fuses_projections=True),
-    Family(model_types=("qwen3",), read=read_qwen3, has_liger=True, fuses_projections=True),
-    Family(model_types=("qwen3_moe",), read=read_qwen3_moe, has_liger=True),
+    Family(model_types=("qwen",), read=read_qwen, splits_rotary=True, gguf_flags=_read_qwen_flags),
+    Family(
+        model_types=("qwen2",),
+        read=read_qwen2,
+        has_liger=True,
+        fuses_projections=True,
+        gguf=GgufLayout(find_obstacle=find_non_square_heads),
+    ),
+    Family(
+        model_types=("qwen3",),
+        read=read_qwen3,
+        has_liger=True,
+        fuses_projections=True,
+        gguf=GgufLayout(read_settings=_read_qwen3_gguf),
+    ),
+    Family(model_types=("qwen3_moe",), read=read_qwen3_moe, has_liger=True, gguf_name="qwen3moe"),
 )

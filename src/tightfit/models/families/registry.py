@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-from tightfit.models.families.bloom import LAYERNORM_FAMILIES
-from tightfit.models.families.chatglm import CHATGLM
+from tightfit.models.families import parts
+from tightfit.models.families.bloom import CHATGLM, LAYERNORM_FAMILIES
 from tightfit.models.families.gemma import GEMMA_FAMILIES
 from tightfit.models.families.gpt import GPT_FAMILIES
-from tightfit.models.families.llama import LLAMA_FAMILIES
-from tightfit.models.families.moe import MOE_FAMILIES
-from tightfit.models.families.parts import (
-    MAX_INNER_WIDTH,
-    ConfigFields,
-    DecoderShape,
-    decoder,
-    expert_linears,
-    gated_mlp,
-    plain_mlp,
-    read_decoder_shape,
-    read_experts,
-    split_attention,
-)
-from tightfit.models.families.phi import PHI_FAMILIES
+from tightfit.models.families.llama import LLAMA_FAMILIES, MOE_FAMILIES, PHI_FAMILIES
+from tightfit.models.families.parts import ConfigFields, DecoderShape
 from tightfit.models.families.qwen import QWEN_FAMILIES
 from tightfit.models.families.t5 import T5_FAMILIES
 from tightfit.models.family import Family, Reader
@@ -35,37 +22,30 @@ def read_generic(f: ConfigFields) -> ModelSpec:
     is_llama = f.has("rms_norm_eps", "norm_eps") or not f.has(
         "layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon"
     )
-    stem = read_decoder_shape(f, inner_factor=4, activation="silu" if is_llama else "gelu")
-    tied = f.flag("tie_word_embeddings", default=False)
-    _warn(f, is_llama=is_llama, tied=tied)
+    stem = parts.read_decoder_shape(f, inner_factor=4, activation="silu" if is_llama else "gelu")
+    _warn(f, is_llama=is_llama)
     if is_llama:
         bias = f.flag("attention_bias", default=False)
-        linears = split_attention(stem, bias=bias) + _mlp(f, stem)
+        linears = parts.split_attention(stem, bias=bias) + _mlp(f, stem)
     else:
-        linears = split_attention(stem, bias=True, out_name="dense") + plain_mlp(
+        linears = parts.split_attention(stem, bias=True, out_name="dense") + parts.plain_mlp(
             stem, names=("fc1", "fc2"), bias=True
         )
-    return ModelSpec(
-        **stem.numbers(),
-        model_type="generic",
-        blocks=(decoder(stem, linears, norm_bias=not is_llama),),
-        is_rms_norm=is_llama,
-        is_gated_mlp=is_llama,
-        tie_embeddings=tied,
-        outer_params=stem.hidden * (1 if is_llama else 2),
-    )
+    block = parts.decoder(stem, linears, norm_bias=not is_llama)
+    return parts.make_spec(stem, block, has_layer_norm=not is_llama)
 
 
 def _mlp(f: ConfigFields, stem: DecoderShape) -> tuple[Linear, ...]:
     if not f.has(*_EXPERT_KEYS):
-        return gated_mlp(stem, bias=f.flag("mlp_bias", default=False))
-    inner = f.optional_size("moe_intermediate_size", most=MAX_INNER_WIDTH) or stem.inner
-    experts = read_experts(f, inner=inner, count_default=8, per_token_default=2)
+        return parts.gated_mlp(stem, bias=f.flag("mlp_bias", default=False))
+    inner = f.optional_size("moe_intermediate_size", most=parts.MAX_INNER_WIDTH) or stem.inner
+    experts = parts.read_experts(f, inner=inner, count_default=8, per_token_default=2)
     f.warnings.append("Experts on every layer are assumed, without shared ones.")
-    return expert_linears(stem, experts, router="gate")
+    return parts.expert_linears(stem, experts, router="gate")
 
 
-def _warn(f: ConfigFields, *, is_llama: bool, tied: bool) -> None:
+def _warn(f: ConfigFields, *, is_llama: bool) -> None:
+    tied = f.flag("tie_word_embeddings", default=False)
     family = f.text("model_type", default="") or "none"
     shape = (
         "a gated MLP, RMSNorm and no biases beyond those the config names"
@@ -126,12 +106,22 @@ FAMILIES: dict[str, Family] = {
     )
     for model_type in family.model_types
 }
-_UNKNOWN = Family(model_types=(), is_known=False)
+_UNKNOWN = Family(model_types=("",), is_known=False)
+_BY_ARCHITECTURE = {
+    # The first record wins: Mistral's files say llama.
+    family.architecture: family
+    for family in reversed(FAMILIES.values())
+}
 
 
 def find_family(model_type: str) -> Family:
     """The family's record; one of defaults, with `is_known` false, where there is none."""
     return FAMILIES.get(model_type, _UNKNOWN)
+
+
+def find_gguf_family(architecture: str) -> Family | None:
+    """The family that llama.cpp calls `architecture`."""
+    return _BY_ARCHITECTURE.get(architecture)
 
 
 def reader_for(model_type: str) -> Reader:

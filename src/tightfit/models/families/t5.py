@@ -4,14 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tightfit.models.families.parts import (
-    MAX_COUNT,
-    MAX_LAYERS,
-    ConfigFields,
-    DecoderShape,
-    linear,
-    read_decoder_shape,
-)
+from tightfit.models.families import parts
+from tightfit.models.families.parts import ConfigFields, DecoderShape
 from tightfit.models.family import Family
 from tightfit.models.spec import Block, Linear, ModelSpec, Role
 
@@ -23,7 +17,7 @@ def read_t5(f: ConfigFields) -> ModelSpec:
     gated = gate == "gated"
     if gated and activation == "gelu":
         activation = "gelu_new"  # as T5 1.1 was trained, whatever its config calls it
-    stem = replace(read_decoder_shape(f, head_dim=f.size("d_kv")), activation=activation)
+    stem = replace(parts.read_decoder_shape(f, head_dim=f.size("d_kv")), activation=activation)
     mlp = _mlp(stem, gated=gated)
     own, crossed = _attention(stem, Role.ATTENTION), _attention(stem, Role.CROSS_ATTENTION)
     encoder = Block(
@@ -34,11 +28,11 @@ def read_t5(f: ConfigFields) -> ModelSpec:
     )
     decoder = Block(
         kind="decoder",
-        num_layers=f.optional_size("num_decoder_layers", most=MAX_LAYERS) or stem.layers,
+        num_layers=f.optional_size("num_decoder_layers", most=parts.MAX_LAYERS) or stem.layers,
         linears=own + crossed + mlp,
         norm_widths=(stem.hidden,) * 3,
     )
-    buckets = f.optional_size("relative_attention_num_buckets", most=MAX_COUNT) or 32
+    buckets = f.optional_size("relative_attention_num_buckets", most=parts.MAX_COUNT) or 32
     return ModelSpec(
         **stem.numbers(),
         model_type="t5",
@@ -53,17 +47,17 @@ def read_t5(f: ConfigFields) -> ModelSpec:
 def _attention(stem: DecoderShape, role: Role) -> tuple[Linear, ...]:
     wide, narrow = stem.query_width, stem.hidden
     return (
-        linear("q", narrow, wide, role),
-        linear("k", narrow, wide, role),
-        linear("v", narrow, wide, role),
-        linear("o", wide, narrow, role),
+        parts.linear("q", narrow, wide, role),
+        parts.linear("k", narrow, wide, role),
+        parts.linear("v", narrow, wide, role),
+        parts.linear("o", wide, narrow, role),
     )
 
 
 def _mlp(stem: DecoderShape, *, gated: bool) -> tuple[Linear, ...]:
     names = ("wi_0", "wi_1") if gated else ("wi",)
-    ups = tuple(linear(name, stem.hidden, stem.inner, Role.MLP) for name in names)
-    return (*ups, linear("wo", stem.inner, stem.hidden, Role.MLP))
+    ups = tuple(parts.linear(name, stem.hidden, stem.inner, Role.MLP) for name in names)
+    return (*ups, parts.linear("wo", stem.inner, stem.hidden, Role.MLP))
 
 
 T5_FAMILIES = (

@@ -51,7 +51,7 @@ GPU_OTHERS: tuple[MatmulShape, ...] = (
     (2048, 4096, 11008),
     *((4096, 4096, 2048), WEIGHT_GRADIENT),
     *((2048, 32000, 4096), (2048, 128256, 4096), (8192, 50304, 2048)),  # vocabularies
-    # The fused loss's slices of 8192 tokens, and the gradient of one's input
+    # The fused loss's chunks of 8192 tokens, and the gradient of one's input
     *((256, 128256, 4096), (1024, 128256, 4096), (1024, 32000, 4096), (256, 4096, 128256)),
 )
 LORA_SHAPES: tuple[MatmulShape, ...] = (
@@ -119,10 +119,20 @@ def _plan(bench: Bench) -> list[tuple[str, tuple[MatmulShape, ...]]]:
 
 
 def _measure_dtype(bench: Bench, dtype: str, shapes: tuple[MatmulShape, ...]) -> list[MatmulTime]:
+    """One medium size first, whatever the time, to predict the others; then small to large."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high" if dtype == "tf32" else "highest")
+    anchor, calls = ANCHORS[bench.device.type], MATMUL_CALLS[bench.device.type]
+    rows: list[MatmulTime] = []
     try:
-        rows = _measure_shapes(bench, dtype, shapes)
+        for m, n, k in sorted(shapes, key=lambda shape: (shape != anchor, prod(shape))):
+            known = max((row.flops_per_second for row in rows), default=float("inf"))
+            is_late = rows and bench.seconds_left < calls * 2.0 * m * n * k / known
+            if is_late or not bench.has_room(4.0 * (m * k + n * k + 2 * m * n)):
+                continue
+            seconds = bench.try_seconds(partial(_prepare_matmul, bench, dtype, (m, n, k)))
+            if seconds is not None:
+                rows.append(MatmulTime(dtype=dtype, m=m, n=n, k=k, seconds=seconds))
     except (RuntimeError, AttributeError, TypeError) as error:
         if dtype not in FP8_KINDS:  # torch has no public function for fp8 yet
             raise
@@ -130,46 +140,17 @@ def _measure_dtype(bench: Bench, dtype: str, shapes: tuple[MatmulShape, ...]) ->
         return []
     finally:
         torch.set_float32_matmul_precision(before)
-    left_out = len(shapes) - len(rows)
-    if left_out:
-        bench.skipped.append(
-            f"{left_out} of {len(shapes)} {dtype} products: no time or memory left"
-        )
-    return rows
-
-
-def _measure_shapes(bench: Bench, dtype: str, shapes: tuple[MatmulShape, ...]) -> list[MatmulTime]:
-    """One medium size first, whatever the time, to predict the others; then small to large."""
-    anchor = ANCHORS[bench.device.type]
-    rows: list[MatmulTime] = []
-    for m, n, k in sorted(shapes, key=lambda shape: (shape != anchor, prod(shape))):
-        known = max((row.flops_per_second for row in rows), default=None)
-        is_late = known is not None and (
-            bench.seconds_left < MATMUL_CALLS[bench.device.type] * 2.0 * m * n * k / known
-        )
-        if is_late or not bench.has_room(4.0 * (m * k + n * k + 2 * m * n)):
-            continue
-        seconds = bench.try_seconds(partial(_prepare_matmul, bench, dtype, (m, n, k)))
-        if seconds is not None:
-            rows.append(MatmulTime(dtype=dtype, m=m, n=n, k=k, seconds=seconds))
+    bench.note_missing(f"of {len(shapes)} {dtype} products", len(shapes) - len(rows))
     return rows
 
 
 def _prepare_matmul(bench: Bench, dtype: str, shape: MatmulShape) -> Work:
     m, n, k = shape
-    if dtype in FP8_KINDS:
-        return _prepare_fp8(bench, shape, is_fast=dtype == FP8)
-    kinds = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    kind = kinds.get(dtype, torch.float32)
-    left, right = bench.randn(m, k, dtype=kind), bench.randn(n, k, dtype=kind)
-    return partial(functional.linear, left, right)
-
-
-def _prepare_fp8(bench: Bench, shape: MatmulShape, *, is_fast: bool) -> Work:
-    """As training multiplies, `is_fast` forward; without the casts."""
-    m, n, k = shape
-    left, right = (scale_rows(bench.randn(rows, k, dtype=torch.bfloat16)) for rows in (m, n))
-    return partial(multiply_rows, left, right, is_fast=is_fast)
+    if dtype in FP8_KINDS:  # as training multiplies, fast in forward only; without the casts
+        left, right = (scale_rows(bench.randn(rows, k, dtype=torch.bfloat16)) for rows in (m, n))
+        return partial(multiply_rows, left, right, is_fast=dtype == FP8)
+    kind = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(dtype, torch.float32)
+    return partial(functional.linear, bench.randn(m, k, dtype=kind), bench.randn(n, k, dtype=kind))
 
 
 # Attention forward and backward, by kind, head width and length.
@@ -184,27 +165,19 @@ MASKED_LENGTHS = {"cuda": (1024, 2048), "cpu": (512,)}
 """For masks given as a matrix, as for padded rows and windows."""
 ATTENTION_CALLS = {"cuda": 6, "cpu": 3}
 """Calls per measurement of a long call."""
-
-
 WRITTEN_LENGTHS = {"cuda": (1024, 2048), "cpu": (512,)}
 """For attention that materializes its scores, whose time depends on their number only."""
 DOCUMENT_LENGTHS = {128: (128, 1024, 256, 512, 64, 4096), 64: (128, 1024, 256, 512)}
 """By head width, for documents laid end to end, which are short as a rule. Far ones come first:
 the rest can be interpolated if time runs out."""
-AttentionShape = tuple[int, ...]
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def measure_attention(bench: Bench) -> list[AttentionTime]:
-    kind = bench.device.type
-    wanted = list(_list_wanted(kind))
-    rows: list[AttentionTime] = []
-    for name, length, head_dim, is_causal in wanted:
-        row = _measure_attention_kernel(bench, name, length, head_dim, is_causal=is_causal)
-        rows += [] if row is None else [row]
-    if len(rows) < len(wanted):
-        missing = len(wanted) - len(rows)
-        bench.skipped.append(f"{missing} attention shapes: no time or memory left")
+    wanted = list(_list_wanted(bench.device.type))
+    found = [_measure_attention_kernel(bench, *one) for one in wanted]
+    rows = [row for row in found if row is not None]
+    bench.note_missing("attention shapes", len(wanted) - len(rows))
     return rows
 
 
@@ -227,7 +200,7 @@ def _list_wanted(kind: str) -> Iterator[tuple[str, int, int, bool]]:
 
 
 def _measure_attention_kernel(
-    bench: Bench, name: str, length: int, head_dim: int, *, is_causal: bool
+    bench: Bench, name: str, length: int, head_dim: int, is_causal: bool
 ) -> AttentionTime | None:
     kind = bench.device.type
     batch, heads = max(1, TOKENS[kind] // length), WIDTH[kind] // head_dim
@@ -237,12 +210,21 @@ def _measure_attention_kernel(
     if bench.seconds_left <= 0 or not bench.has_room(room):
         return None
     given = (batch * length, heads, head_dim) if name == "varlen" else shape
-    way = _choose(name, length, bench, is_causal=is_causal)
-    forward = bench.try_seconds(partial(_prepare_forward, bench, given, way))
+    attend = _choose(name, length, bench, is_causal=is_causal)
+
+    def prepare_forward() -> Work:
+        return partial(attend, *(bench.randn(*given).requires_grad_() for _ in range(3)))
+
+    def prepare_both() -> Work:
+        q, k, v = (bench.randn(*given).requires_grad_() for _ in range(3))
+        gradient = bench.randn(*given)
+        return lambda: torch.autograd.grad(attend(q, k, v), (q, k, v), gradient)
+
+    forward = bench.try_seconds(prepare_forward)
     # Both directions take about 3.5 times as long, a few times over.
     if forward is None or bench.seconds_left < 3.5 * ATTENTION_CALLS[kind] * forward:
         return None
-    both = bench.try_seconds(partial(_prepare_both, bench, given, way))
+    both = bench.try_seconds(prepare_both)
     if both is None:
         return None
     return AttentionTime.model_validate(
@@ -260,8 +242,12 @@ def _measure_attention_kernel(
 def _choose(name: str, length: int, bench: Bench, *, is_causal: bool) -> Attend:
     if name == "sdpa":
         return partial(functional.scaled_dot_product_attention, is_causal=is_causal)
-    if name == "varlen":
-        return _attend_documents(length, bench)
+    if name == "varlen":  # packed documents, all of one length
+        num_tokens = max(length, TOKENS[bench.device.type])
+        ends = torch.arange(0, num_tokens + 1, length, dtype=torch.int32, device=bench.device)
+        bounds = Bounds(offsets=ends, longest=length)
+        call = VarlenCall(bounds=bounds)
+        return partial(run_varlen_kernel, require_varlen_kernel(), call=call)
     if name == "masked":
         seen = torch.ones(length, length, dtype=torch.bool, device=bench.device).tril()
         mask = seen.expand(max(1, TOKENS[bench.device.type] // length), 1, -1, -1).contiguous()
@@ -270,15 +256,6 @@ def _choose(name: str, length: int, bench: Bench, *, is_causal: bool) -> Attend:
     mask = torch.zeros(length, length, dtype=bench.dtype, device=bench.device)
     mask = mask.masked_fill(hidden, torch.finfo(bench.dtype).min)[None, None]
     return partial(attend_eagerly if name == "eager" else _attend_by_math, mask=mask)
-
-
-def _attend_documents(length: int, bench: Bench) -> Attend:
-    """Packed documents, all of one length."""
-    num_tokens = max(length, TOKENS[bench.device.type])
-    ends = torch.arange(0, num_tokens + 1, length, dtype=torch.int32, device=bench.device)
-    bounds = Bounds(offsets=ends, longest=length)
-    call = VarlenCall(bounds=bounds, scale=None, window=None, softcap=None, dropout=0.0)
-    return partial(run_varlen_kernel, require_varlen_kernel(), call=call)
 
 
 def attend_eagerly(
@@ -295,21 +272,6 @@ def _attend_by_math(
 ) -> torch.Tensor:
     with sdpa_kernel(SDPBackend.MATH):
         return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
-
-
-def _prepare_forward(bench: Bench, shape: AttentionShape, way: Attend) -> Work:
-    q, k, v = (bench.randn(*shape).requires_grad_() for _ in range(3))
-    return partial(way, q, k, v)
-
-
-def _prepare_both(bench: Bench, shape: AttentionShape, way: Attend) -> Work:
-    q, k, v = (bench.randn(*shape).requires_grad_() for _ in range(3))
-    gradient = bench.randn(*shape)
-
-    def step() -> object:
-        return torch.autograd.grad(way(q, k, v), (q, k, v), gradient)
-
-    return step
 
 
 # Kernels bound by memory: copies, elementwise, reductions, the loss, AdamW, unpacking nf4.
@@ -340,50 +302,33 @@ NF4_SHAPE = {"cuda": (11008, 4096), "cpu": (2048, 2048)}
 
 
 def measure_traffic(bench: Bench) -> list[TrafficTime]:
-    wanted = [*_list_rows(bench), *_list_chains(bench)]
-    rows: list[TrafficTime] = []
-    for kind, size, moved, make in wanted:
-        needed = 1.5 * CHAIN_BYTES + ROOM_TIMES[kind] * size
-        fits = bench.seconds_left > 0 and bench.has_room(needed)
-        seconds = bench.try_seconds(make) if fits else None
-        if seconds is not None:
-            rows.append(_row(kind, size, moved, seconds))
-    if len(rows) < len(wanted):
-        missing = len(wanted) - len(rows)
-        bench.skipped.append(f"{missing} memory-bound kernels: no time or memory left")
-    return rows
-
-
-TrafficRow = tuple[str, int, float, Callable[[], Work]]
-"""Kind, bytes of the tensor, bytes moved, and its preparation."""
-
-
-def _list_rows(bench: Bench) -> list[TrafficRow]:
     num_rows, vocab = LOGITS[bench.device.type]
     values, value = num_rows * vocab, bench.dtype.itemsize
-    return [
+    # Kind, bytes of the tensor, bytes moved, and its preparation.
+    wanted: list[tuple[str, int, float, Callable[[], Work]]] = [
         (kind, values * value, float(values * moved), partial(make, bench, num_rows, vocab))
         for kind, make, moved in (
             ("loss", _prepare_loss, LOSS_BYTES),
-            ("softmax", _prepare_softmax, 2 * value),
-            ("sum", _prepare_sum, value),
+            ("softmax", partial(_prepare_reduction, torch.softmax), 2 * value),
+            ("sum", partial(_prepare_reduction, torch.sum), value),
             ("indexed", _prepare_indexed, ROTATED_VALUES * 2 * value),
         )
     ]
-
-
-def _list_chains(bench: Bench) -> list[TrafficRow]:
-    return [
+    wanted += [
         (kind, size, float(times * size), partial(_prepare_chain, bench, kind, size))
         for size in TENSOR_BYTES[bench.device.type]
         for kind, times in (("copy", 2), ("elementwise", 3))
     ]
-
-
-def _row(kind: str, size: int, moved: float, seconds: float) -> TrafficTime:
-    return TrafficTime.model_validate(
-        {"kind": kind, "tensor_bytes": size, "moved_bytes": moved, "seconds": seconds}
-    )
+    rows: list[TrafficTime] = []
+    for kind, size, moved_bytes, make in wanted:
+        needed = 1.5 * CHAIN_BYTES + ROOM_TIMES[kind] * size
+        fits = bench.seconds_left > 0 and bench.has_room(needed)
+        seconds = bench.try_seconds(make) if fits else None
+        if seconds is not None:
+            fields = {"kind": kind, "tensor_bytes": size, "moved_bytes": moved_bytes}
+            rows.append(TrafficTime.model_validate(fields | {"seconds": seconds}))
+    bench.note_missing("memory-bound kernels", len(wanted) - len(rows))
+    return rows
 
 
 def _prepare_chain(bench: Bench, kind: str, size: int) -> Work:
@@ -405,12 +350,10 @@ def _prepare_chain(bench: Bench, kind: str, size: int) -> Work:
     return copy if kind == "copy" else add
 
 
-def _prepare_softmax(bench: Bench, num_rows: int, vocab: int) -> Work:
-    return partial(torch.softmax, bench.randn(num_rows, vocab), -1)
-
-
-def _prepare_sum(bench: Bench, num_rows: int, vocab: int) -> Work:
-    return partial(torch.sum, bench.randn(num_rows, vocab), -1)
+def _prepare_reduction(
+    reduce: Callable[[Tensor, int], Tensor], bench: Bench, num_rows: int, vocab: int
+) -> Work:
+    return partial(reduce, bench.randn(num_rows, vocab), -1)
 
 
 def _prepare_indexed(bench: Bench, num_rows: int, vocab: int) -> Work:
@@ -475,27 +418,21 @@ def measure_optimizers(bench: Bench) -> list[OptimizerTime]:
     kinds = {"fp32": torch.float32}
     if bench.supports_bf16:
         kinds["bf16"] = torch.bfloat16
-    rows = [_measure_optimizer(bench, name, dtype, TORCH) for name, dtype in kinds.items()]
-    if not bench.is_cpu:
-        rows += [
-            _measure_optimizer(bench, name, dtype, KERNEL)
-            for name, dtype in kinds.items()
-            if _is_fit_for_use(bench, name, dtype)
-        ]
-    return [row for row in rows if row is not None]
-
-
-def _measure_optimizer(
-    bench: Bench, name: str, dtype: torch.dtype, by: Literal["torch", "kernel"]
-) -> OptimizerTime | None:
     count, size = NUM_TENSORS[bench.device.type]
-    fits = bench.seconds_left > 0 and bench.has_room(20.0 * count * size)
-    make = partial(_prepare_optimizer, bench, dtype, by)
-    seconds = bench.try_seconds(make) if fits else None
-    if seconds is None:
-        bench.skipped.append(f"AdamW in {name}: no time or memory left")
-        return None
-    return OptimizerTime(dtype=name, num_params=count * size, seconds=seconds, by=by)
+    updates: tuple[Literal["torch", "kernel"], ...] = (TORCH,) if bench.is_cpu else (TORCH, KERNEL)
+    rows = []
+    for by in updates:
+        for name, dtype in kinds.items():
+            if by == KERNEL and not _is_fit_for_use(bench, name, dtype):
+                continue
+            fits = bench.seconds_left > 0 and bench.has_room(20.0 * count * size)
+            make = partial(_prepare_optimizer, bench, dtype, by)
+            seconds = bench.try_seconds(make) if fits else None
+            if seconds is None:
+                bench.skipped.append(f"AdamW in {name}: no time or memory left")
+                continue
+            rows.append(OptimizerTime(dtype=name, num_params=count * size, seconds=seconds, by=by))
+    return rows
 
 
 def _prepare_optimizer(bench: Bench, dtype: torch.dtype, by: str) -> Work:
@@ -518,18 +455,16 @@ def _prepare_optimizer(bench: Bench, dtype: torch.dtype, by: str) -> Work:
 
 def _is_fit_for_use(bench: Bench, name: str, dtype: torch.dtype) -> bool:
     """Whether the kernel compiles here and updates as torch does."""
-    if find_spec("triton") is None:
-        bench.skipped.append(f"the AdamW kernel in {name}: triton is not installed")
-        return False
-    try:
-        is_alike = updates_alike(bench.device, dtype)
-    except Exception as error:  # compilers fail in ways of their own
-        first = (str(error).splitlines() or [""])[0]
-        bench.skipped.append(f"the AdamW kernel in {name}: {type(error).__name__}: {first}")
-        return False
-    if not is_alike:
-        bench.skipped.append(f"the AdamW kernel in {name}: its update is not torch's")
-    return is_alike
+    problem = "" if find_spec("triton") else "triton is not installed"
+    if not problem:
+        try:
+            problem = "" if updates_alike(bench.device, dtype) else "its update is not torch's"
+        except Exception as error:  # compilers fail in many ways
+            first = (str(error).splitlines() or [""])[0]
+            problem = f"{type(error).__name__}: {first}"
+    if problem:
+        bench.skipped.append(f"the AdamW kernel in {name}: {problem}")
+    return not problem
 
 
 def updates_alike(device: torch.device, dtype: torch.dtype) -> bool:
@@ -538,10 +473,8 @@ def updates_alike(device: torch.device, dtype: torch.dtype) -> bool:
     drawn = [(1e-2 * torch.randn(size, device=device)).to(dtype) for size in TRIED_SIZES]
     ours, theirs = ([nn.Parameter(x.clone()) for x in drawn] for _ in range(2))
     exact = [nn.Parameter(x.double()) for x in drawn]
-    kernel, fused = (
-        TritonAdamW([{"params": ours}], lr=LEARNING_RATE),
-        AdamW(theirs, lr=LEARNING_RATE, fused=True),
-    )
+    kernel = TritonAdamW([{"params": ours}], lr=LEARNING_RATE)
+    fused = AdamW(theirs, lr=LEARNING_RATE, fused=True)
     slow = AdamW(exact, lr=LEARNING_RATE, foreach=False)
     factor = torch.tensor(CLIP_FACTOR, device=device)
     for _ in range(NUM_TRIED_STEPS):
@@ -553,23 +486,21 @@ def updates_alike(device: torch.device, dtype: torch.dtype) -> bool:
         kernel.step()
         fused.step()
         slow.step()
-    return all(
-        _is_as_near(mine, other, right, right.abs() + NUM_TRIED_STEPS * LEARNING_RATE)
-        and _are_moments_as_near(kernel.state[mine], fused.state[other], slow.state[right])
-        for mine, other, right in zip(ours, theirs, exact, strict=True)
-    )
+    for mine, other, right in zip(ours, theirs, exact, strict=True):
+        # Of weights, they and the updates are rounded; of moments the terms are, while their sum
+        # may be near zero.
+        rounded = right.abs() + NUM_TRIED_STEPS * LEARNING_RATE
+        compared = [(mine, other, right, rounded)]
+        for name in ("exp_avg", "exp_avg_sq"):
+            moment = slow.state[right][name]
+            theirs_now = fused.state[other][name]
+            compared.append((kernel.state[mine][name], theirs_now, moment, moment.abs().amax()))
+        if not all(_is_as_near(*row) for row in compared):
+            return False
+    return True
 
 
 def _is_as_near(mine: Tensor, other: Tensor, exact: Tensor, rounded: Tensor) -> bool:
-    """`rounded`: the magnitude of what is rounded; for weights, they and the updates."""
+    """`rounded`: the magnitude of what is rounded."""
     room = MAX_ROUNDINGS * torch.finfo(other.dtype).eps * rounded
     return bool(((mine - exact).abs() <= (other - exact).abs() + room).all())
-
-
-def _are_moments_as_near(*states: dict[str, Tensor]) -> bool:
-    """For moments the terms are rounded, while their sum may be near zero."""
-    for name in ("exp_avg", "exp_avg_sq"):
-        mine, other, exact = (state[name] for state in states)
-        if not _is_as_near(mine, other, exact, exact.abs().amax()):
-            return False
-    return True

@@ -1,40 +1,40 @@
-"""A GGUF file's metadata and tensors, one tensor in memory at a time."""
+"""A GGUF file's metadata and tensors, and how a family's tensors and rotary positions lie in it."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tightfit.core.dtypes import PLAIN_DTYPES
 from tightfit.core.errors import InvalidInputError
-from tightfit.models.gguf import read_gguf_header
+from tightfit.models.families.registry import find_gguf_family
+from tightfit.models.family import Family, GgufLayout, Rearrangement
+from tightfit.models.gguf import GgufTensor, read_gguf_header
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-PLAIN = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+PLAIN = {dtype.gguf_name.upper(): dtype.torch_name for dtype in PLAIN_DTYPES}
 """Unquantized formats and torch's names of them."""
 
 
 class GgufFile:
-    """Reads metadata at once, tensors on demand."""
+    """Reads metadata at once, tensors on demand, one in memory at a time."""
 
     def __init__(self, path: Path) -> None:
-        import gguf
-
-        read_gguf_header(path)  # raises for a damaged file
+        # gguf's own reader takes seconds for a vocabulary.
+        header = read_gguf_header(path, keeps_arrays=True)
         self.path = path
-        try:
-            reader: Any = gguf.GGUFReader(path)
-        except (ValueError, IndexError, KeyError) as error:  # offsets beyond the end of the file
-            raise InvalidInputError(
-                f"{path} is cut short or damaged ({error}).",
-                remedy="fetch or convert the file again",
-            ) from error
-        self.metadata: dict[str, Any] = {
-            name: field.contents() for name, field in reader.fields.items()
-        }
-        # Not the reader's own tensors: they map the file, and mapped pages count as memory.
-        self.tensors: dict[str, _Place] = {tensor.name: _Place(tensor) for tensor in reader.tensors}
+        self.metadata: dict[str, Any] = {**header.metadata}
+        self.tensors: dict[str, _Place] = {}
+        for tensor in header.tensors:
+            place = self.tensors[tensor.name] = _Place(tensor, path)
+            if place.start + place.num_bytes > header.file_bytes:
+                raise _damaged(path, f"{tensor.name} lies beyond its end")
         if int(self.metadata.get("split.count", 1)) > 1:
             raise InvalidInputError(
                 f"{path} is one part of several.",
@@ -44,6 +44,13 @@ class GgufFile:
     @property
     def architecture(self) -> str:
         return str(self.metadata.get("general.architecture", ""))
+
+    @property
+    def family(self) -> Family | None:
+        """The family, where we can convert it ourselves."""
+        found = find_gguf_family(self.architecture)
+        is_ours = found is not None and found.gguf is not None and not self.get("expert_count")
+        return found if is_ours else None
 
     def get(self, key: str, default: Any = None) -> Any:
         """A value of the architecture, like `attention.head_count`."""
@@ -80,8 +87,289 @@ class GgufFile:
 class _Place:
     """The position and format of a tensor."""
 
-    def __init__(self, tensor: Any) -> None:
-        self.kind = tensor.tensor_type
-        self.shape = tuple(int(size) for size in reversed(tensor.shape.tolist()))
-        self.start = int(tensor.data_offset)
-        self.num_bytes = int(tensor.n_bytes)
+    def __init__(self, tensor: GgufTensor, path: Path) -> None:
+        import gguf
+
+        try:
+            self.kind = gguf.GGMLQuantizationType(tensor.type_id)
+            block, block_bytes = gguf.GGML_QUANT_SIZES[self.kind]
+        except (ValueError, KeyError) as error:
+            raise _damaged(
+                path, f"{tensor.name} is of the unknown type {tensor.type_id}"
+            ) from error
+        if math.prod(tensor.shape[:1]) % block:
+            raise _damaged(path, f"the rows of {tensor.name} are no whole blocks")
+        self.shape = tensor.shape[::-1]
+        self.start = tensor.start
+        self.num_bytes = tensor.num_elements // block * block_bytes
+
+
+def _damaged(path: Path, why: str) -> InvalidInputError:
+    return InvalidInputError(
+        f"{path} is cut short or damaged: {why}.", remedy="fetch or convert the file again"
+    )
+
+
+# Tensor names and layouts: the writer and the reader ask the same functions.
+
+_CONV_ENDINGS = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")
+
+
+def make_name_lookup(family: Family, num_layers: int) -> Callable[[str], str | None]:
+    """From transformers' names of tensors to llama.cpp's, by gguf's own map."""
+    import gguf
+
+    known = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}
+    names: Any = gguf.get_tensor_name_map(known[family.architecture], num_layers)
+    prefix = family.gguf.old_prefix if family.gguf is not None else ""
+
+    def look_up(name: str) -> str | None:
+        if prefix == "added" and not name.startswith(("transformer.", "lm_head.")):
+            name = f"transformer.{name}"
+        elif prefix == "removed":
+            name = name.removeprefix("transformer.")
+        found: str | None = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        return found
+
+    return look_up
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutChange:
+    """A change of a tensor on its way from transformers to llama.cpp, and back."""
+
+    apply: Callable[[Tensor], Tensor]
+    undo: Callable[[Tensor], Tensor]
+    is_transposed: bool = False
+
+
+def find_layout_change(layout: GgufLayout, name: str, config: Any) -> LayoutChange | None:
+    """The change of the tensor that transformers calls `name`; None: unchanged.
+
+    Gemma's norms lose their last bit in the round trip.
+    """
+    kind = layout.rearrangement
+    if kind is Rearrangement.ROTARY and name.endswith((".q_proj.weight", ".q_proj.bias")):
+        return _rotary(int(config.num_attention_heads))
+    if kind is Rearrangement.ROTARY and name.endswith((".k_proj.weight", ".k_proj.bias")):
+        return _rotary(int(config.num_key_value_heads))
+    if kind is Rearrangement.NORM_PLUS_ONE and name.endswith("norm.weight"):
+        return LayoutChange(lambda x: x.float() + 1, lambda x: x.float() - 1)
+    if kind is Rearrangement.TRANSPOSED and name.endswith(_CONV_ENDINGS):
+
+        def transpose(x: Tensor) -> Tensor:
+            return x.t().contiguous()
+
+        return LayoutChange(transpose, transpose, is_transposed=True)
+    if kind is Rearrangement.GROUPED_QKV and ".query_key_value." in name:
+        heads, kv_heads = int(config.num_attention_heads), layout.count_kv_heads(config)
+        return LayoutChange(
+            lambda x: _ungroup(x, heads, kv_heads), lambda x: _regroup(x, heads, kv_heads)
+        )
+    return None
+
+
+def _rotary(num_heads: int) -> LayoutChange:
+    return LayoutChange(
+        lambda x: interleave_rotary(x, num_heads), lambda x: split_rotary(x, num_heads)
+    )
+
+
+def interleave_rotary(values: Tensor, num_heads: int) -> Tensor:
+    """From rotary pairs half a head apart (transformers) to neighbours (Meta, llama.cpp)."""
+    half = values.shape[0] // num_heads // 2
+    pairs = values.reshape(num_heads, 2, half, *values.shape[1:])
+    return pairs.transpose(1, 2).reshape(values.shape)
+
+
+def split_rotary(values: Tensor, num_heads: int) -> Tensor:
+    """From rotary pairs side by side (Meta, llama.cpp) to half a head apart (transformers)."""
+    half = values.shape[0] // num_heads // 2
+    pairs = values.reshape(num_heads, half, 2, *values.shape[1:])
+    return pairs.transpose(1, 2).reshape(values.shape)
+
+
+def _ungroup(values: Tensor, num_heads: int, num_kv_heads: int) -> Tensor:
+    """From queries, key and value per group of heads (Bloom: one head) to one piece each."""
+    import torch
+
+    head_dim = values.shape[0] // (num_heads + 2 * num_kv_heads)
+    per_group = num_heads // num_kv_heads + 2
+    groups = values.reshape(num_kv_heads, per_group, head_dim, *values.shape[1:])
+    parts = (groups[:, :-2], groups[:, -2], groups[:, -1])
+    return torch.cat([part.reshape(-1, *values.shape[1:]) for part in parts])
+
+
+def _regroup(values: Tensor, num_heads: int, num_kv_heads: int) -> Tensor:
+    """The inverse of `_ungroup`."""
+    import torch
+
+    head_dim = values.shape[0] // (num_heads + 2 * num_kv_heads)
+    sizes = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim]
+    parts = [
+        part.reshape(num_kv_heads, -1, head_dim, *values.shape[1:])
+        for part in torch.split(values, sizes)
+    ]
+    return torch.cat(parts, dim=1).reshape(values.shape)
+
+
+# Rotary positions in GGUF: base, scaling, and the tensors of frequency factors.
+
+_META_CONTEXT = 2**13
+
+
+def get_rope(config: Any) -> dict[str, Any]:
+    """The rotary settings of a transformers 5 config; of its full-attention layers."""
+    stated = getattr(config, "rope_parameters", None) or {}
+    found = stated.get("full_attention", stated)
+    return dict(found) if isinstance(found, dict) else {}
+
+
+def _kind(rope: dict[str, Any]) -> str:
+    kind = str(rope.get("rope_type", rope.get("type", "default"))).lower()
+    return "longrope" if kind == "su" else kind
+
+
+def write_rope(writer: Any, config: Any) -> list[str]:
+    """Write base and scaling; returns warnings for the user."""
+    import gguf
+
+    rope = get_rope(config)
+    kind = _kind(rope)
+    if rope.get("rope_theta") is not None:
+        writer.add_rope_freq_base(float(rope["rope_theta"]))
+    if kind in ("default", "llama3"):  # llama3: see `make_rope_tensors`
+        return []
+    if kind == "dynamic":
+        return [
+            "Its rotary positions change with the length (dynamic), which llama.cpp does not do: "
+            f"answers differ beyond {config.max_position_embeddings:,} tokens."
+        ]
+    if kind not in ("linear", "yarn", "longrope"):
+        raise InvalidInputError(
+            f"Rotary positions of the kind {kind} cannot be written as GGUF.",
+            remedy="use the model with --engine transformers",
+        )
+    writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
+    context = int(
+        rope.get("original_max_position_embeddings")
+        or getattr(config, "original_max_position_embeddings", None)
+        or config.max_position_embeddings
+    )
+    scale = rope.get("attention_factor")
+    if kind == "longrope":
+        growth = config.max_position_embeddings / context
+        usual = math.sqrt(1 + math.log(growth) / math.log(context)) if growth > 1 else 1.0
+        writer.add_rope_scaling_orig_ctx_len(context)
+        writer.add_rope_scaling_attn_factors(float(usual if scale is None else scale))
+        return []
+    factor = float(rope["factor"])
+    writer.add_rope_scaling_factor(factor)
+    if kind == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(context)
+        if rope.get("beta_fast") is not None:
+            writer.add_rope_scaling_yarn_beta_fast(float(rope["beta_fast"]))
+        if rope.get("beta_slow") is not None:
+            writer.add_rope_scaling_yarn_beta_slow(float(rope["beta_slow"]))
+        if scale is not None:
+            writer.add_rope_scaling_attn_factors(float(scale) / _own_yarn_scale(factor))
+    return []
+
+
+def _own_yarn_scale(factor: float) -> float:
+    """llama.cpp multiplies the stored scale of attention by this."""
+    return 1 + 0.1 * math.log(max(factor, 1.0))
+
+
+def make_rope_tensors(config: Any, head_dim: int) -> dict[str, Tensor]:
+    """The tensors for scaling that differs by frequency."""
+    import torch
+
+    rope = get_rope(config)
+    found: dict[str, list[float]] = {}
+    if _kind(rope) == "llama3":
+        found = {"rope_freqs.weight": llama3_factors(rope, head_dim)}
+    elif _kind(rope) == "longrope":
+        found = {f"rope_factors_{at}.weight": rope[f"{at}_factor"] for at in ("long", "short")}
+    return {name: torch.tensor(values, dtype=torch.float32) for name, values in found.items()}
+
+
+def llama3_factors(rope: dict[str, Any], head_dim: int) -> list[float]:
+    """The factor by which each pair's frequency is divided: 1, `factor`, or a value in between.
+
+    Source: `apply_scaling` in Meta's llama-models (llama3/reference_impl/model.py).
+    """
+    base, factor = float(rope["rope_theta"]), float(rope["factor"])
+    low, high = float(rope["low_freq_factor"]), float(rope["high_freq_factor"])
+    context = float(rope["original_max_position_embeddings"])
+    factors = []
+    for pair in range(head_dim // 2):
+        wavelength = 2 * math.pi * math.pow(base, 2 * pair / head_dim)
+        if wavelength < context / high:
+            factors.append(1.0)
+        elif wavelength > context / low:
+            factors.append(factor)
+        else:
+            smooth = (context / wavelength - low) / (high - low)
+            factors.append(1.0 / ((1 - smooth) / factor + smooth))
+    return factors
+
+
+def read_rope(file: GgufFile, head_dim: int, default_theta: float) -> dict[str, Any]:
+    """transformers' rotary settings from a GGUF file."""
+    rope: dict[str, Any] = {
+        "rope_type": "default",
+        "rope_theta": float(file.get("rope.freq_base", default_theta)),
+    }
+    width = int(file.get("rope.dimension_count", head_dim))
+    if width != head_dim:
+        rope["partial_rotary_factor"] = width / head_dim
+    scale = file.get("rope.scaling.attn_factor")
+    context = file.get("rope.scaling.original_context_length")
+    if "rope_freqs.weight" in file.tensors:
+        return rope | _read_llama3(file, rope["rope_theta"], head_dim)
+    if "rope_factors_long.weight" in file.tensors:
+        rope |= {
+            "rope_type": "longrope",
+            "long_factor": file.read("rope_factors_long.weight").tolist(),
+            "short_factor": file.read("rope_factors_short.weight").tolist(),
+            "original_max_position_embeddings": int(context),
+        }
+        return rope if scale is None else rope | {"attention_factor": float(scale)}
+    kind = str(file.get("rope.scaling.type", "none"))
+    if kind in ("linear", "yarn"):
+        rope |= {"rope_type": kind, "factor": float(file.get("rope.scaling.factor", 1.0))}
+    if kind == "yarn":
+        if context:
+            rope["original_max_position_embeddings"] = int(context)
+        for name in ("beta_fast", "beta_slow"):
+            value = file.get(f"rope.scaling.yarn_{name}")
+            if value is not None:
+                rope[name] = float(value)
+        if scale is not None:
+            rope["attention_factor"] = float(scale) * _own_yarn_scale(rope["factor"])
+    return rope
+
+
+def _read_llama3(file: GgufFile, theta: float, head_dim: int) -> dict[str, Any]:
+    """The rope settings with these factors: Meta's bounds, with its context or another."""
+    import torch
+
+    stored = file.read("rope_freqs.weight").float()
+    for context in (_META_CONTEXT, *(2**power for power in range(5, 20))):
+        settings = {
+            "rope_type": "llama3",
+            "rope_theta": theta,
+            "factor": round(float(stored.max()), 4),
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": context,
+        }
+        computed = torch.tensor(llama3_factors(settings, head_dim))
+        if computed.shape == stored.shape and torch.allclose(computed, stored, rtol=1e-4):
+            return settings
+    raise InvalidInputError(
+        f"The rotary factors in {file.path} are not those of a Llama 3, and no config can express "
+        "them.",
+        remedy="name the model's own folder instead",
+    )

@@ -29,42 +29,44 @@ Scaled: TypeAlias = tuple[Tensor, Tensor]
 
 def cast_rows(*parts: Tensor) -> Scaled:
     """Cast matrices side by side to e4m3, each row with a scale of its own; contiguous."""
-    if not _runs_kernels(parts[0]):
-        return scale_rows(_beside(parts))
-    from tightfit.runtime.kernels.fp8_triton import cast_rows as cast
+    if _runs_kernels(parts[0]):
+        from tightfit.runtime.kernels import fp8_triton
 
-    return cast(*parts)
+        return fp8_triton.cast_rows(*parts)
+    return scale_rows(_beside(parts))
 
 
 def cast_columns(*parts: Tensor) -> Scaled:
     """As `cast_rows` of the transpose of matrices side by side."""
-    if not _runs_kernels(parts[0]):
-        return scale_rows(_beside(parts).t())
-    from tightfit.runtime.kernels.fp8_triton import cast_columns as cast
+    if _runs_kernels(parts[0]):
+        from tightfit.runtime.kernels import fp8_triton
 
-    return cast(*parts)
+        return fp8_triton.cast_columns(*parts)
+    return scale_rows(_beside(parts).t())
 
 
 def cast_stacked_columns(*parts: Tensor) -> Scaled:
     """As `cast_rows` of the transpose of matrices stacked on each other."""
-    if not _runs_kernels(parts[0]):
-        return scale_rows(torch.cat(parts).t())
-    from tightfit.runtime.kernels.fp8_triton import cast_stacked_columns as cast
+    if len(parts) == 1:
+        return cast_columns(*parts)
+    if _runs_kernels(parts[0]):
+        from tightfit.runtime.kernels import fp8_triton
 
-    return cast(*parts)
-
-
-def _beside(parts: tuple[Tensor, ...]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+        return fp8_triton.cast_stacked_columns(*parts)
+    return scale_rows(torch.cat(parts).t())
 
 
 def turn(x: Tensor) -> Tensor:
     """The contiguous transpose of an fp8 matrix."""
-    if not _runs_kernels(x):
-        return x.t().contiguous()
-    from tightfit.runtime.kernels.fp8_triton import turn as turn_fast
+    if _runs_kernels(x):
+        from tightfit.runtime.kernels import fp8_triton
 
-    return turn_fast(x)
+        return fp8_triton.turn(x)
+    return x.t().contiguous()
+
+
+def _beside(parts: tuple[Tensor, ...]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
 def _runs_kernels(x: Tensor) -> bool:
@@ -108,11 +110,6 @@ def cast_input(x: Tensor, *, is_followed: bool) -> Scaled:
     `is_followed`: the next layer may get the same input; otherwise the cast is not cached.
     """
     return _cast_once(x, _kept_rows, cast_rows, is_kept=is_followed)
-
-
-def cast_input_columns(x: Tensor, *, is_preceded: bool) -> Scaled:
-    """Cast it by columns, for the backward pass, which visits the layers in reverse."""
-    return _cast_once(x, _kept_columns, cast_columns, is_kept=is_preceded)
 
 
 def _cast_once(
@@ -170,14 +167,22 @@ def use_fp8(model: nn.Module, *, is_backward_alone: bool = False) -> int:
     at each use; a frozen one is stored in fp8 only, under its old name.
     `is_backward_alone`: trained weights multiply in bf16 forward and in fp8 backward.
     """
-    found = [
+    found: list[tuple[nn.Module, str, Any]] = [
         (layer, name, module)
         for layer in decoder_layers(model)
         for name, module in layer.named_modules()
         if takes_fp8(name, module)
     ]
     count = len(found)
-    _mark_followed(found)
+    # Siblings of the same width before and after a layer may share its input.
+    last: dict[tuple[nn.Module, str, int], Any] = {}
+    for layer, name, module in found:
+        beside = (layer, name.removesuffix(".base_layer").rpartition(".")[0], module.in_features)
+        if beside in last:
+            last[beside].is_followed = True
+        module.is_preceded, module.is_followed = beside in last, False
+        last[beside] = module
+    last.clear()
     while found:  # popped, so that replaced matrices are freed at once
         layer, name, module = found.pop()
         if module.weight.requires_grad:
@@ -187,17 +192,6 @@ def use_fp8(model: nn.Module, *, is_backward_alone: bool = False) -> int:
         else:
             layer.set_submodule(name, Fp8Linear(module))
     return count
-
-
-def _mark_followed(found: Sequence[tuple[nn.Module, str, Any]]) -> None:
-    """Mark layers whose sibling before or after them has the same width: it may share the input."""
-    last: dict[tuple[nn.Module, str, int], Any] = {}
-    for layer, name, module in found:
-        beside = (layer, name.removesuffix(".base_layer").rpartition(".")[0], module.in_features)
-        if beside in last:
-            last[beside].is_followed = True
-        module.is_preceded, module.is_followed = beside in last, False
-        last[beside] = module
 
 
 def multiplies_in_fp8(layer: nn.Module) -> bool:
@@ -243,7 +237,8 @@ def multiply_columns(*g: Tensor, x: Tensor, is_preceded: bool = False) -> Tensor
     if len(g[0]) % ALIGNED:
         rows = x.reshape(-1, x.shape[-1])
         return torch.cat([one.t() @ rows for one in g]) if len(g) > 1 else g[0].t() @ rows
-    columns = cast_input_columns(x, is_preceded=is_preceded)
+    # The backward pass visits the layers with the same input in reverse.
+    columns = _cast_once(x, _kept_columns, cast_columns, is_kept=is_preceded)
     return multiply_rows(cast_columns(*g), columns, is_fast=False)
 
 
@@ -265,67 +260,41 @@ def suits_trained(layer: nn.Linear, x: Tensor) -> bool:
 def _forward_trained(layer: nn.Linear, x: Tensor) -> Tensor:
     if not suits_trained(layer, x):
         return type(layer).forward(layer, x)
-    product: Any = _TrainedProduct
+    product: Any = _Fp8TrainedProducts
     flags = (layer.is_preceded, layer.is_followed, layer.is_backward_alone)
-    y: Tensor = product.apply(x, layer.weight, layer.bias, flags)
-    return y
-
-
-class _TrainedProduct(torch.autograd.Function):
-    """`x W^T + bias`, with gradients for all three; saves what a plain layer saves."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, flags: tuple[bool, bool, bool]
-    ) -> Tensor:
-        """`flags`: whether a layer before, and one after, has this input; fp8 in backward only."""
-        ctx.is_preceded, is_followed, is_backward_alone = flags
-        ctx.save_for_backward(x, weight)
-        if is_backward_alone:
-            return functional.linear(x, weight, bias)
-        rows = cast_input(x, is_followed=is_followed)
-        y = multiply_rows(rows, cast_rows(weight), bias, is_fast=True)
-        return y.view(*x.shape[:-1], y.shape[-1])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
-        g = gradients[0].reshape(-1, gradients[0].shape[-1])
-        grad_x = grad_weight = None
-        if needs_x:
-            grad_x = multiply_rows(cast_rows(g), cast_columns(weight), is_fast=False).view_as(x)
-        if needs_weight:
-            grad_weight = multiply_columns(g, x=x, is_preceded=ctx.is_preceded)
-        return grad_x, grad_weight, g.sum(0) if needs_bias else None, None
-
-
-# Fused projections of trained weights
+    (y,) = product.apply(x, flags, layer.weight, layer.bias)
+    return y  # type: ignore[no-any-return]
 
 
 def multiply_fused_projections(x: Tensor, layers: list[Any]) -> tuple[Tensor, ...]:
     """The output of each layer, for `FusedProjections`."""
-    product: Any = _FusedProducts
+    product: Any = _Fp8TrainedProducts
     parts = [part for layer in layers for part in (layer.weight, layer.bias)]
-    outputs: tuple[Tensor, ...] = product.apply(x, layers[0].is_backward_alone, *parts)
+    # No layer before or after the group has its input.
+    outputs: tuple[Tensor, ...] = product.apply(
+        x, (False, False, layers[0].is_backward_alone), *parts
+    )
     return outputs
 
 
-class _FusedProducts(torch.autograd.Function):
-    """`x W^T + bias` of each layer; in backward they are one layer with concatenated outputs.
+class _Fp8TrainedProducts(torch.autograd.Function):
+    """`x W^T + bias` of each layer, with all gradients; saves what plain layers save.
 
-    The gradient of x is one product with one scale per row, and so are those of all weights.
+    In backward they are one layer with concatenated outputs: the gradient of x is one product with
+    one scale per row, and so are those of all weights.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, is_backward_alone: bool, *parts: Tensor | None
+        ctx: Any, x: Tensor, flags: tuple[bool, bool, bool], *parts: Tensor | None
     ) -> tuple[Tensor, ...]:
+        """`flags`: whether a layer before, and one after, has this input; fp8 in backward only."""
+        ctx.is_preceded, is_followed, is_backward_alone = flags
         pairs: Any = list(zip(parts[::2], parts[1::2], strict=True))
         ctx.save_for_backward(x, *parts[::2])
         if is_backward_alone:
             return tuple(functional.linear(x, weight, bias) for weight, bias in pairs)
-        rows = cast_rows(x.reshape(-1, x.shape[-1]))
+        rows = cast_input(x, is_followed=is_followed)
         outputs = [
             multiply_rows(rows, cast_rows(weight), bias, is_fast=True) for weight, bias in pairs
         ]
@@ -342,7 +311,9 @@ class _FusedProducts(torch.autograd.Function):
             grad_x = grad_x.view_as(x)
         grad_weights: Sequence[Tensor | None] = [None] * len(g)
         if any(needs[::2]):
-            grad_weights = torch.split(multiply_columns(*g, x=x), [len(one) for one in weights])
+            grad_weight = multiply_columns(*g, x=x, is_preceded=ctx.is_preceded)
+            heights = [len(weight) for weight in weights]
+            grad_weights = torch.split(grad_weight, heights) if len(g) > 1 else [grad_weight]
         grad_biases = [
             one.sum(0) if is_needed else None for one, is_needed in zip(g, needs[1::2], strict=True)
         ]

@@ -12,8 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tightfit.runtime.kernels.fp8 import FP8, Scaled
-
 # Tile sizes, from `benchmarks/tune_casts.py`.
 ROW_VALUES = 8192
 """Values per program at least: short rows share one."""
@@ -28,7 +26,7 @@ _TILES = ("x_tile", "y_tile", "z_tile")
 """What `_cast_rows` calls the widths of matrices side by side: as many as it takes at once."""
 
 
-def cast_rows(*parts: Tensor, dtype: torch.dtype = FP8) -> Scaled:
+def cast_rows(*parts: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
     """Cast up to three matrices side by side, each row with a scale of its own, read once; their
     rows may be strided."""
     parts = tuple(map(_with_whole_rows, parts))
@@ -49,7 +47,7 @@ def cast_rows(*parts: Tensor, dtype: torch.dtype = FP8) -> Scaled:
     return values, scale
 
 
-def cast_columns(*parts: Tensor, dtype: torch.dtype = FP8) -> Scaled:
+def cast_columns(*parts: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> tuple[Tensor, Tensor]:
     """`cast_rows` of the transposed matrices, stacked; reads each twice."""
     widths = [x.shape[1] for x in parts]
     values = torch.empty(sum(widths), len(parts[0]), dtype=dtype, device=parts[0].device)
@@ -61,7 +59,9 @@ def cast_columns(*parts: Tensor, dtype: torch.dtype = FP8) -> Scaled:
     return values, scale
 
 
-def cast_stacked_columns(*parts: Tensor, dtype: torch.dtype = FP8) -> Scaled:
+def cast_stacked_columns(
+    *parts: Tensor, dtype: torch.dtype = torch.float8_e4m3fn
+) -> tuple[Tensor, Tensor]:
     """`cast_columns` of matrices of one width stacked into one."""
     width, heights = parts[0].shape[1], [len(x) for x in parts]
     values = torch.empty(width, sum(heights), dtype=dtype, device=parts[0].device)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tightfit.estimation.fused_projections import FUSED_PROJECTION_NAMES, count_augmented_columns
+from tightfit.estimation.weights import FUSED_PROJECTION_NAMES, count_augmented_columns
 from tightfit.runtime.kernels.fp8 import (
     Fp8Linear,
     cast_input,
@@ -43,28 +43,15 @@ def augment_weights(norm: Any, linears: list[nn.Linear], *, total_rank: int) -> 
     num_added = count_augmented_columns(total_rank)
     setattr(norm, AUGMENTED_COLUMNS, num_added)
     for linear in linears:
-        _append_zero_columns(linear, num_added)
+        # The same frozen matrix as a view of one with zero columns at the end.
+        num_outputs, num_inputs = linear.weight.shape
+        wide = linear.weight.new_zeros(num_outputs, num_inputs + num_added)
+        wide[:, :num_inputs] = linear.weight.detach()
+        linear.weight = nn.Parameter(wide[:, :num_inputs], requires_grad=False)
+        del wide
     # The freed matrices are too small for the wider ones and most activations.
     if linears[0].weight.is_cuda:
         torch.cuda.empty_cache()
-
-
-def _append_zero_columns(linear: nn.Linear, num_added: int) -> None:
-    """The same frozen matrix as a view of one with zero columns at the end."""
-    num_outputs, num_inputs = linear.weight.shape
-    wide = linear.weight.new_zeros(num_outputs, num_inputs + num_added)
-    wide[:, :num_inputs] = linear.weight.detach()
-    linear.weight = nn.Parameter(wide[:, :num_inputs], requires_grad=False)
-
-
-def is_augmented_like(x: Tensor, weight: Tensor) -> bool:
-    """Whether this input has the same added columns as the matrix.
-
-    A model that was moved to another device has lost them.
-    """
-    if not is_augmented(weight) or x.dtype != weight.dtype:
-        return False
-    return bool(x.reshape(-1, x.shape[-1]).stride() == weight.stride())
 
 
 def is_augmented(matrix: Tensor) -> bool:
@@ -101,8 +88,14 @@ class FusedProjections:
     def are_augmented(self, x: Tensor) -> bool:
         """Whether x and all matrices have added columns. Must not change between calls:
         recomputation has to take the same path."""
-        return self._x is x or all(
-            is_augmented_like(x, layer.base_layer.weight) for layer in self.layers
+        if self._x is x:
+            return True
+        strides = x.reshape(-1, x.shape[-1]).stride()
+        weights = [layer.base_layer.weight for layer in self.layers]
+        # A model that was moved to another device has lost its added columns.
+        return all(
+            is_augmented(weight) and x.dtype == weight.dtype and strides == weight.stride()
+            for weight in weights
         )
 
     def multiply(self, layer: Any, x: Tensor) -> Tensor:
@@ -144,19 +137,18 @@ def fuse_lora_projections(model: nn.Module) -> int:
     """
     count = 0
     for norm, projections in _find_projection_groups(model):
-        layers = [layer for layer in projections if _is_fused_lora(layer)]
+        # Fused LoRA layers over plain frozen matrices.
+        layers = [
+            layer
+            for layer in projections
+            if "forward" in vars(layer) and type(getattr(layer, "base_layer", None)) is nn.Linear
+        ]
         if layers:
             total_rank = sum(len(_matrices(layer)[1]) for layer in layers)
             augment_weights(norm, [layer.base_layer for layer in layers], total_rank=total_rank)
             _fuse_group(layers, _multiply_adapted)
             count += len(layers)
     return count
-
-
-def _is_fused_lora(layer: Any) -> bool:
-    """Whether this is a fused LoRA layer over a plain frozen matrix."""
-    base = getattr(layer, "base_layer", None)
-    return "forward" in vars(layer) and type(base) is nn.Linear
 
 
 def _matrices(layer: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -181,12 +173,15 @@ class _AdaptedProducts(torch.autograd.Function):
         ctx.scalings = [next(iter(layer.scaling.values())) for layer in layers]
         weights, a, b = matrices[::3], matrices[1::3], matrices[2::3]
         wide_x, width = augmented_view(x), x.shape[-1]
-        columns = _find_columns(width, a)
-        torch.mm(wide_x[:, :width], torch.cat(a).t(), out=wide_x[:, width : columns[-1].stop])
+        # One after another, the added columns hold each layer's `x A^T`.
+        ranks = [len(one) for one in a]
+        added = slice(width, width + sum(ranks))
+        torch.mm(wide_x[:, :width], torch.cat(a).t(), out=wide_x[:, added])
         outputs = []
         for number, layer in enumerate(layers):
             wide_weight = augmented_view(weights[number])
-            torch.mul(b[number], ctx.scalings[number], out=wide_weight[:, columns[number]])
+            own_columns = torch.split(wide_weight[:, added], ranks, dim=1)[number]
+            torch.mul(b[number], ctx.scalings[number], out=own_columns)
             output = functional.linear(wide_x, wide_weight, layer.base_layer.bias)
             outputs.append(output.view(*x.shape[:-1], output.shape[-1]))
         return tuple(outputs)
@@ -196,37 +191,22 @@ class _AdaptedProducts(torch.autograd.Function):
         x, *matrices = ctx.saved_tensors
         weights, a, b = matrices[::3], matrices[1::3], matrices[2::3]
         wide_x, width = augmented_view(x), x.shape[-1]
-        columns = _find_columns(width, a)
-        grad_h = wide_x.new_empty(len(wide_x), columns[-1].stop - width)
+        ranks = [len(one) for one in a]
+        h = torch.split(wide_x[:, width : width + sum(ranks)], ranks, dim=1)
+        grad_h = wide_x.new_empty(len(wide_x), sum(ranks))
         g = [gradient.reshape(len(wide_x), -1) for gradient in gradients]
         grad_b = []
-        for number, span in enumerate(columns):
-            part, scaling = grad_h[:, _relative_to_end(span, width)], ctx.scalings[number]
+        for number, part in enumerate(torch.split(grad_h, ranks, dim=1)):
+            scaling = ctx.scalings[number]
             torch.addmm(part, g[number], b[number], beta=0, alpha=scaling, out=part)
-            h = wide_x[:, span]
-            grad_b.append(torch.addmm(b[number], g[number].t(), h, beta=0, alpha=scaling))
+            grad_b.append(torch.addmm(b[number], g[number].t(), h[number], beta=0, alpha=scaling))
         grad_x = None
         if ctx.needs_input_grad[0]:
             # The thin product first: the others accumulate into it.
             grad_x = _add_products(grad_h @ torch.cat(a), g, weights).view_as(x)
-        grad_all = grad_h.t() @ wide_x[:, :width]
-        grad_a = [grad_all[_relative_to_end(span, width)] for span in columns]
+        grad_a = torch.split(grad_h.t() @ wide_x[:, :width], ranks)
         grad_matrices = [one for pair in zip(grad_a, grad_b, strict=True) for one in (None, *pair)]
         return grad_x, None, *grad_matrices
-
-
-def _find_columns(width: int, a: Sequence[Tensor]) -> list[slice]:
-    """The added columns of x that hold each layer's `x A^T`, one after another."""
-    columns, first = [], width
-    for one in a:
-        columns.append(slice(first, first + len(one)))
-        first += len(one)
-    return columns
-
-
-def _relative_to_end(span: slice, width: int) -> slice:
-    """The same columns counted from the end of x."""
-    return slice(span.start - width, span.stop - width)
 
 
 def _add_products(total: Tensor, g: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
@@ -256,16 +236,15 @@ def fuse_trained_projections(model: nn.Module) -> int:
 
 
 def _forward_trained(layer: Any, x: Tensor) -> Tensor:
-    suits = suits_trained if multiplies_in_fp8(layer) else _suits_plain
-    if not suits(layer, x):
+    if multiplies_in_fp8(layer):
+        is_suited = suits_trained(layer, x)
+    else:
+        is_cast = torch.is_autocast_enabled(x.device.type)
+        is_suited = x.dtype is layer.weight.dtype and x.numel() > 0 and not is_cast
+    if not is_suited:
         return nn.Linear.forward(layer, x)
     group: FusedProjections = layer.fused_projections
     return group.multiply(layer, x)
-
-
-def _suits_plain(layer: nn.Linear, x: Tensor) -> bool:
-    is_cast = torch.is_autocast_enabled(x.device.type)
-    return x.dtype is layer.weight.dtype and x.numel() > 0 and not is_cast
 
 
 def _multiply_trained(x: Tensor, layers: list[Any]) -> tuple[Tensor, ...]:

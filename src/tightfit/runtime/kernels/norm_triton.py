@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from tightfit.estimation.fused_projections import AUGMENTED_COLUMNS_MULTIPLE
+from tightfit.estimation.weights import AUGMENTED_COLUMNS_MULTIPLE
 from tightfit.runtime.kernels.fused_lora import AUGMENTED_COLUMNS
 
 MAX_COLUMNS = 16_384

@@ -1,6 +1,6 @@
 """The journal of `generate`: answers as they come, each once, whole or not at all.
 
-A line is `CHECKSUM PLACE JSON`: the place is `prompt.sample`, or a word for the lines that are no
+A line is `CHECKSUM KEY JSON`: the key is `prompt.sample`, or a word for the lines that are no
 answers. A line that was cut off or damaged does not count; its answer is made again.
 """
 
@@ -13,25 +13,24 @@ import os
 import re
 import secrets
 import shlex
-import stat
-import tempfile
 import time
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tightfit.core.errors import SetupError, UsageError
-from tightfit.core.files import atomic_file, sync
-from tightfit.core.locks import open_locked
+from tightfit.core.files import atomic_file, open_locked, sync, write_atomic
 
 SYNC_ANSWERS = 64
 SYNC_SECONDS = 2.0
-"""What is written reaches the disk for good after so many answers or seconds: a power cut can take
-no more than these, and a killed process loses nothing that was written."""
+"""Answers are flushed to the disk after so many of them or so many seconds: a power cut loses no
+more than these, and a killed process loses nothing that was written."""
 _HEADER, _FINISHED = "header", "finished"
 _VERSION = 1
+_CHECKSUM_BYTES = 9
+"""Eight hexadecimal digits and a space."""
 _LINE = re.compile(rb"([0-9a-f]{8}) ((?:\d+)\.(?:\d+)|header|finished) (.*)\n", re.DOTALL)
 
 AnswerSettings = Mapping[str, Any]
@@ -39,48 +38,49 @@ AnswerSettings = Mapping[str, Any]
 
 
 class AnswerKey(NamedTuple):
-    """Which answer: the prompt's place in the file, and the sample's number."""
+    """Which answer: the prompt's position in the file, and the sample's number."""
 
     prompt: int
     sample: int
 
 
-class _Span(NamedTuple):
-    offset: int
-    length: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Found:
+@dataclass(slots=True, kw_only=True)
+class _Content:
     """What a journal on the disk holds."""
 
     header: dict[str, Any] | None = None
     finished: dict[str, Any] | None = None
-    spans: dict[AnswerKey, _Span]
+    spans: dict[AnswerKey, tuple[int, int]] = field(default_factory=dict)
+    """Offset and length of each answer's JSON."""
     num_bytes: int = 0
     """Up to the end of the last whole line."""
 
 
 def journal_path(out: Path) -> Path:
+    """A hidden file beside the output."""
     return out.with_name(f".{out.name}.journal")
 
 
 class Journal:
     """Answers to one set of prompts under one set of settings. One process at a time."""
 
-    def __init__(self, out: Path, handle: int, found: _Found, header: dict[str, Any]) -> None:
+    def __init__(self, out: Path, handle: int, content: _Content, header: dict[str, Any]) -> None:
         self.out = out
         self.path = journal_path(out)
         self.seed: int = header["seed"]
-        """From which the seed of every answer follows."""
-        self.is_finished = False
+        """The base of every answer's seed."""
+        self.is_finished = content.finished is not None
         """The output is written, and nothing is left to do."""
         self._handle = handle
         self._header = header
-        self._spans = found.spans
-        self._end = found.num_bytes
+        self._spans = content.spans
+        self._end = content.num_bytes
         self._unsynced = 0
         self._synced_s = time.monotonic()
+        if content.header is None:
+            self._append(_HEADER, header)
+            self.sync()
+            sync(out.parent)
 
     @property
     def num_done(self) -> int:
@@ -99,16 +99,14 @@ class Journal:
         """Keep an answer. One that is there already stays as it is."""
         if key in self._spans:
             return
-        content = to_json_line(row)
-        start = self._append(f"{key.prompt}.{key.sample}", content)
-        self._spans[key] = _Span(start, len(content))
+        self._spans[key] = self._append(f"{key.prompt}.{key.sample}", row)
         self._unsynced += 1
         is_due = time.monotonic() - self._synced_s >= SYNC_SECONDS
         if is_due or self._unsynced >= SYNC_ANSWERS:
             self.sync()
 
     def sync(self) -> None:
-        """Have on the disk for good what was written so far."""
+        """Flush what was written so far to the disk."""
         os.fsync(self._handle)
         self._unsynced, self._synced_s = 0, time.monotonic()
 
@@ -119,14 +117,14 @@ class Journal:
             yield os.pread(self._handle, length, offset)
 
     def finish(self, *, is_complete: bool) -> None:
-        """Write the output, whole and in order, then let the answers in here go.
+        """Write the output, whole and in order, then drop the answers in here.
 
         Where prompts failed the journal is kept: the same command tries those again.
         """
         self.sync()
         facts = write_output(self.out, self.rows())
         if is_complete:
-            self._replace(_line(_HEADER, to_json_line(self._header)) + _finished_line(facts))
+            write_atomic(self.path, _line(_HEADER, self._header) + _line(_FINISHED, facts))
             self.is_finished = True
 
     def close(self) -> None:
@@ -134,9 +132,9 @@ class Journal:
             os.close(self._handle)
             self._handle = -1
 
-    def _append(self, place: str, content: bytes) -> int:
-        """Where the content begins. A line that does not fit on the disk leaves nothing behind."""
-        line = _line(place, content)
+    def _append(self, key: str, value: Mapping[str, Any]) -> tuple[int, int]:
+        """Offset and length of the JSON. A line that does not fit on the disk leaves nothing."""
+        line = _line(key, value)
         try:
             written = 0
             while written < len(line):
@@ -145,57 +143,47 @@ class Journal:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._handle, self._end)
             raise _cannot_write(self.path, error) from error
-        self._end += len(line)
-        return self._end - 1 - len(content)
-
-    def _replace(self, content: bytes) -> None:
-        """Another journal in this one's place, at once: a kill leaves the one or the other."""
-        handle, name = tempfile.mkstemp(dir=self.path.parent, prefix=f"{self.path.name[:100]}.")
-        try:
-            with os.fdopen(handle, "wb") as stream:
-                stream.write(content)
-                stream.flush()
-                os.fsync(stream.fileno())
-            Path(name).chmod(stat.S_IMODE(os.fstat(self._handle).st_mode))
-            Path(name).replace(self.path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
-        sync(self.path.parent)
+        head = line.index(b" ", _CHECKSUM_BYTES) + 1
+        begin, self._end = self._end + head, self._end + len(line)
+        return begin, len(line) - head - 1
 
 
 def open_journal(
     out: Path, settings: AnswerSettings, *, seed: int | None, is_fresh: bool = False
 ) -> Journal:
-    """Take up the journal of `out`, or begin one; hold it against every other process.
+    """Open the journal of `out`, or begin one; locked against every other process.
 
     `seed` is part of the settings where the user named one; otherwise the journal's first
-    start draws it, so that a run that goes on is the run that began.
+    start draws it, so that a resumed run uses the same seeds.
     """
-    require_folder(out)
-    handle = _lock(out)
+    check_out_path(out)
+    path = journal_path(out)
     try:
-        found = _Found(spans={}) if is_fresh else _read(handle)
-        header = _check(found, out, settings, is_fresh=is_fresh)
-        is_new = header is None
-        if header is None:
-            found = _Found(spans={})
-            drawn = secrets.randbelow(2**31) if seed is None else seed
-            header = {"version": _VERSION, "seed": drawn, "settings": dict(settings)}
-        os.ftruncate(handle, found.num_bytes)
-        journal = Journal(out, handle, found, header)
-        if is_new:
-            journal._append(_HEADER, to_json_line(header))
-            journal.sync()
-            sync(out.parent)
-        journal.is_finished = found.finished is not None
-        return journal
+        handle = open_locked(path)
+    except OSError as error:
+        raise _cannot_write(path, error) from error
+    if handle is None:
+        raise UsageError(
+            f"Another `tightfit generate` is writing {out}.",
+            remedy="wait for it, or choose another file: --out OTHER",
+        )
+    try:
+        content = _Content() if is_fresh else _read(handle)
+        if is_fresh or not _is_usable(content, out, settings):
+            content = _Content()
+        header = content.header or {
+            "version": _VERSION,
+            "seed": secrets.randbelow(2**31) if seed is None else seed,
+            "settings": dict(settings),
+        }
+        os.ftruncate(handle, content.num_bytes)
+        return Journal(out, handle, content, header)
     except BaseException as error:
         if not os.fstat(handle).st_size:
-            journal_path(out).unlink(missing_ok=True)  # opened for nothing
+            path.unlink(missing_ok=True)  # opened for nothing
         os.close(handle)
         if isinstance(error, OSError):
-            raise _cannot_write(journal_path(out), error) from error
+            raise _cannot_write(path, error) from error
         raise
 
 
@@ -207,90 +195,84 @@ def to_json_line(value: Mapping[str, Any]) -> bytes:
         return json.dumps(value, separators=(",", ":")).encode()
 
 
-def _check(
-    found: _Found, out: Path, settings: AnswerSettings, *, is_fresh: bool
-) -> dict[str, Any] | None:
-    """The header to go on under; None where there is none and a new one may begin."""
-    if is_fresh:
-        return None
-    if found.header is None:
-        if found.spans:
+def _is_usable(content: _Content, out: Path, settings: AnswerSettings) -> bool:
+    """Whether to resume with this journal; False where a new one may begin, else it raises."""
+    if content.header is None:
+        if content.spans:
             raise UsageError(
                 f"The journal of {out} is damaged: its first line cannot be read.",
                 remedy="--fresh begins again and replaces it",
             )
-        if _exists(out):
+        if os.path.lexists(out):
             raise UsageError(
                 f"{out} exists already.",
                 remedy="--out OTHER keeps it, and --fresh replaces it when the answers are there",
             )
-        return None
-    differing = describe_differences(found.header.get("settings", {}), settings)
-    if differing and not found.spans and found.finished is None:
-        return None  # nothing was answered under the old ones
+        return False
+    differing = describe_differences(content.header.get("settings", {}), settings)
     if differing:
-        begun = "was made" if found.finished is not None else "was begun"
+        if not content.spans and content.finished is None:
+            return False  # nothing was answered under the old ones
+        begun = "was begun" if content.finished is None else "was made"
         raise UsageError(
             f"{out} {begun} with other settings: {differing}.",
             remedy="--fresh begins again, --out OTHER keeps both, the former settings go on",
         )
-    if found.finished is not None and not is_unchanged(out, found.finished):
-        if _exists(out):
+    if content.finished is not None and not is_unchanged(out, content.finished):
+        if os.path.lexists(out):
             raise UsageError(
                 f"{out} was finished and has been changed since.",
                 remedy="--out OTHER keeps it, and --fresh replaces it",
             )
-        return None  # finished, and the output taken away: begin again
-    return found.header
+        return False  # finished, and the output removed: begin again
+    return True
 
 
 def describe_differences(old: AnswerSettings, new: AnswerSettings) -> str:
-    names = [name for name in dict.fromkeys((*old, *new)) if old.get(name) != new.get(name)]
-    return "; ".join(_difference(name, old.get(name), new.get(name)) for name in names)
+    """The settings that differ, by name; empty where none does."""
+    parts = []
+    for name in dict.fromkeys((*old, *new)):
+        was, now = old.get(name), new.get(name)
+        if was == now:
+            continue
+        if all(value is None or len(str(value)) <= 24 for value in (was, now)):
+            parts.append(f"{name} was {was}, now {now}")
+        else:  # digests
+            parts.append(f"the {name} differ" if name.endswith("s") else f"another {name}")
+    return "; ".join(parts)
 
 
-def _difference(name: str, old: object, new: object) -> str:
-    if all(value is None or len(str(value)) <= 24 for value in (old, new)):
-        return f"{name} was {old}, now {new}"
-    return f"the {name} differ" if name.endswith("s") else f"another {name}"
-
-
-def _read(handle: int) -> _Found:
-    """Every whole line. What stands behind the last line end was cut off while it was written."""
-    header = finished = None
-    spans: dict[AnswerKey, _Span] = {}
-    end = 0
+def _read(handle: int) -> _Content:
+    """Every whole line. What follows the last line end was cut off while it was written."""
+    found = _Content()
     with os.fdopen(os.dup(handle), "rb") as stream:
         stream.seek(0)
         for line in stream:
-            begin, whole = end, _LINE.fullmatch(line)
             if not line.endswith(b"\n"):
                 break
-            end += len(line)
-            if whole is None or int(whole[1], 16) != zlib.crc32(line[9:-1]):
+            begin, whole = found.num_bytes, _LINE.fullmatch(line)
+            found.num_bytes += len(line)
+            if whole is None or int(whole[1], 16) != zlib.crc32(line[_CHECKSUM_BYTES:-1]):
                 continue
-            place, content = whole[2].decode(), whole[3]
-            if place == _HEADER:
-                header = json.loads(content)
-            elif place == _FINISHED:
-                finished = json.loads(content)
+            key, content = whole[2].decode(), whole[3]
+            if key == _HEADER:
+                found.header = json.loads(content)
+            elif key == _FINISHED:
+                found.finished = json.loads(content)
             else:
-                key = AnswerKey(*map(int, place.split(".")))
-                spans.setdefault(key, _Span(begin + whole.start(3), len(content)))
-    return _Found(header=header, finished=finished, spans=spans, num_bytes=end)
+                prompt, sample = map(int, key.split("."))
+                span = (begin + whole.start(3), len(content))
+                found.spans.setdefault(AnswerKey(prompt, sample), span)
+    return found
 
 
-def _line(place: str, content: bytes) -> bytes:
-    body = place.encode() + b" " + content
+def _line(key: str, value: Mapping[str, Any]) -> bytes:
+    body = key.encode() + b" " + to_json_line(value)
     return b"%08x %b\n" % (zlib.crc32(body), body)
 
 
-def _finished_line(facts: dict[str, Any]) -> bytes:
-    return _line(_FINISHED, to_json_line(facts))
-
-
 def write_output(out: Path, rows: Iterator[bytes]) -> dict[str, Any]:
-    """`out` in one go beside a partial file; its size and digest, to know it again."""
+    """Write `out` atomically; return its size and digest, to recognise it later."""
     digest, num_bytes = hashlib.blake2b(digest_size=16), 0
     try:
         with atomic_file(out) as partial, partial.open("wb") as stream:
@@ -304,6 +286,7 @@ def write_output(out: Path, rows: Iterator[bytes]) -> dict[str, Any]:
 
 
 def is_unchanged(out: Path, finished: Mapping[str, Any]) -> bool:
+    """Whether `out` is the file that `write_output` wrote."""
     try:
         if out.stat().st_size != finished.get("bytes"):
             return False
@@ -316,35 +299,17 @@ def is_unchanged(out: Path, finished: Mapping[str, Any]) -> bool:
     return digest.hexdigest() == finished.get("digest")
 
 
-def _exists(path: Path) -> bool:
-    return os.path.lexists(path)
-
-
-def require_folder(out: Path) -> None:
+def check_out_path(out: Path) -> None:
+    """Raise where `out` can be no output file."""
     if not out.name or "\0" in str(out) or out.is_dir():
         raise UsageError(f"{str(out)!r} is no file name.", remedy="--out answers.jsonl")
-    if _exists(out) and not out.is_file():
+    if os.path.lexists(out) and not out.is_file():
         raise UsageError(f"{out} is no regular file.", remedy="--out answers.jsonl")
     if not out.parent.is_dir():
         raise SetupError(
             f"Cannot write {out}: there is no folder {out.parent}.",
             remedy=f"mkdir -p {shlex.quote(str(out.parent))}",
         )
-
-
-def _lock(out: Path) -> int:
-    """The journal, opened and held. The kernel lets go when the process ends, however it ends."""
-    path = journal_path(out)
-    try:
-        handle = open_locked(path)
-    except OSError as error:
-        raise _cannot_write(path, error) from error
-    if handle is None:
-        raise UsageError(
-            f"Another `tightfit generate` is writing {out}.",
-            remedy="wait for it, or choose another file: --out OTHER",
-        )
-    return handle
 
 
 def _cannot_write(path: Path, error: OSError) -> SetupError:

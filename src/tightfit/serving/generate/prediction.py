@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import DoesNotFitError, UserError
 from tightfit.core.sampling import Sampling
 from tightfit.core.strategy import Strategy
 from tightfit.core.units import render_bytes
-from tightfit.data.prompter import Prompter
+from tightfit.data.templates import Prompter
 from tightfit.engines.open import (
     EngineChoice,
     EngineRequest,
@@ -21,16 +23,18 @@ from tightfit.engines.open import (
 from tightfit.engines.protocol import choose_context
 from tightfit.engines.transformers.rows import (
     CPU_SLOTS,
-    KV_MEMORY_FRACTION,
-    MAX_GPU_SLOTS,
     PREFILL_COLUMNS,
     PREFILL_TOKENS,
     ROW_SPARE_FRACTION,
+    count_gpu_slots,
     round_columns,
 )
 from tightfit.estimation.inference import (
+    WHOLE_HOST,
+    HostShare,
     InferenceEstimate,
     InferenceJob,
+    add_host_time,
     estimate_inference,
     kv_row_bytes,
 )
@@ -38,12 +42,13 @@ from tightfit.estimation.memory import judge_fit
 from tightfit.estimation.result import Verdict
 from tightfit.estimation.weights import estimate_weight_bytes
 from tightfit.hardware.local import probe_cpu, probe_here
+from tightfit.hardware.machine import read_busy_threads, read_machine
 from tightfit.hardware.types import Gpu, Node
 from tightfit.models.resolve import measure_weights, resolve_model
 from tightfit.models.spec import ModelSpec
-from tightfit.runtime.artefacts import Artefact, ArtefactKind
-from tightfit.serving.generate.measure import count_threads
+from tightfit.runtime.model_files import ArtefactKind
 from tightfit.serving.generate.prompts import Prompt
+from tightfit.serving.generate.run import count_threads
 
 NUM_SAMPLED_PROMPTS = 64
 """Counted with the tokenizer; the lengths of the others follow from their characters."""
@@ -55,8 +60,7 @@ LLAMA_CPU_FRACTION = 0.18
 96e9 a core, 63 tokens/s of SmolLM2-135M Q4_1 with four answers at a time."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptLengths:
+class PromptLengths(NamedTuple):
     """Of prompts, in tokens."""
 
     mean: float
@@ -65,7 +69,7 @@ class PromptLengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferencePrediction:
-    """What is expected of a run."""
+    """Predicted memory and speed of a run, and what they follow from."""
 
     choice: EngineChoice
     spec: ModelSpec
@@ -75,6 +79,23 @@ class InferencePrediction:
     capacity_bytes: int
     """Free on the device now."""
     weight_file_bytes: int | None
+    share: HostShare = WHOLE_HOST
+
+    @property
+    def drives_layers(self) -> bool:
+        """Python starts each kernel, and the CPU that it runs on is the device."""
+        return self.gpu.is_cpu and self.choice.engine == "transformers"
+
+    @property
+    def new_tokens_per_second(self) -> float:
+        """With the host's own time, and the cores that others use."""
+        return add_host_time(
+            self.spec,
+            self.job,
+            self.estimate.new_tokens_per_second,
+            drives_layers=self.drives_layers,
+            share=self.share,
+        )
 
     @property
     def verdict(self) -> Verdict:
@@ -90,24 +111,21 @@ def measure_prompts(
     prompts: Sequence[Prompt], prompter: Prompter, *, is_raw: bool
 ) -> PromptLengths:
     """Mean and longest, from the longest and an even sample of the others."""
-    sizes = [sum(len(message.content) for message in prompt.messages) for prompt in prompts]
-    by_size = sorted(range(len(prompts)), key=lambda place: -sizes[place])
+    by_size = sorted(
+        prompts, key=lambda prompt: -sum(len(message.content) for message in prompt.messages)
+    )
     step = max(1, len(by_size) // NUM_SAMPLED_PROMPTS)
-    sampled = by_size[::step][:NUM_SAMPLED_PROMPTS]
-    counted: dict[int, int] = {}
-    for place in sampled:
-        try:
-            prompt = prompts[place]
+    counts: list[int] = []
+    for prompt in by_size[::step][:NUM_SAMPLED_PROMPTS]:
+        # What cannot be encoded is reported when it is answered.
+        with contextlib.suppress(UserError, UnicodeEncodeError):
             tokens = (
                 prompter.continue_text(prompt.text) if is_raw else prompter.ask(prompt.messages)
             )
-            counted[place] = len(tokens)
-        except (UserError, UnicodeEncodeError):
-            continue  # reported when it is answered
-    if not counted:
+            counts.append(len(tokens))
+    if not counts:
         return PromptLengths(mean=1.0, longest=1)
-    mean = sum(counted.values()) / len(counted)
-    return PromptLengths(mean=mean, longest=max(counted.values()))
+    return PromptLengths(mean=sum(counts) / len(counts), longest=max(counts))
 
 
 def predict_inference(
@@ -115,17 +133,17 @@ def predict_inference(
 ) -> InferencePrediction | None:
     """Memory and speed of this request. None where the model's shapes are not known."""
     artefact = request.artefact
-    choice = choose_engine(
-        artefact, request, probe_installed(request), gptq_bits=read_gptq_bits(artefact)
-    )
+    choice = choose_engine(request, probe_installed(request), gptq_bits=read_gptq_bits(artefact))
     try:
         spec = resolve_model(str(artefact.base or artefact.path))
     except UserError:
         return None
     node = _find_node(choice.device, request.threads)
     capacity = node.free_gpu_memory_bytes or node.gpu.memory_bytes
-    case = _Case(request, choice, spec, lengths, sampling, capacity)
-    job = case.make_job()
+    if choice.engine == "llama.cpp":
+        job = _llama_job(request, choice, lengths, sampling, capacity)
+    else:
+        job = _torch_job(request, choice, spec, lengths, sampling, capacity)
     return InferencePrediction(
         choice=choice,
         spec=spec,
@@ -133,7 +151,20 @@ def predict_inference(
         job=job,
         estimate=estimate_inference(spec, job, node.gpu),
         capacity_bytes=capacity,
-        weight_file_bytes=_file_bytes(artefact, spec),
+        weight_file_bytes=artefact.size_bytes or spec.file_bytes,
+        share=share_cores(count_threads(request.threads)) if node.gpu.is_cpu else WHOLE_HOST,
+    )
+
+
+def share_cores(num_threads: int, *, num_workers: int = 1) -> HostShare:
+    """Of this machine's cores as they are used now, for workers of so many threads."""
+    machine = read_machine()
+    cores, busy = machine.num_usable_cores, read_busy_threads(machine)
+    ours = num_threads * num_workers
+    return HostShare(
+        num_threads=num_threads,
+        threads_per_core=max(1.0, (busy + ours) / cores),
+        slowdown=max(1.0, (busy + min(ours, cores)) / cores),
     )
 
 
@@ -158,7 +189,7 @@ def require_fit(prediction: InferencePrediction, request: EngineRequest) -> None
 def _smaller_jobs(
     prediction: InferencePrediction, request: EngineRequest
 ) -> Iterator[tuple[str, InferenceJob]]:
-    """Ways to need less, the least painful first."""
+    """Options that need less memory, the least painful first, and the job each gives."""
     job = prediction.job
     slots = job.num_slots // 2
     while slots:
@@ -184,112 +215,94 @@ def _with_slots(job: InferenceJob, slots: int) -> InferenceJob:
     return replace(job, num_slots=slots, joining_tokens=joining)
 
 
-@dataclass(frozen=True, slots=True)
-class _Case:
-    request: EngineRequest
-    choice: EngineChoice
-    spec: ModelSpec
-    lengths: PromptLengths
-    sampling: Sampling
-    capacity_bytes: int
+def _llama_job(
+    request: EngineRequest,
+    choice: EngineChoice,
+    lengths: PromptLengths,
+    sampling: Sampling,
+    capacity_bytes: int,
+) -> InferenceJob:
+    from tightfit.engines import llama_cpp
 
-    @property
-    def _longest(self) -> int:
-        """Of prompt and answer together."""
-        return min(self._context, self.lengths.longest + self.sampling.max_new_tokens)
+    file = llama_cpp.read_llama_file(request.artefact.path)
+    context = choose_context(request.context, file.context)
+    is_cpu = choice.device == "cpu"
+    room = capacity_bytes * llama_cpp.SPARE_MEMORY_FRACTION
+    most = int(room // max(1, file.kv_bytes_per_token * context))
+    most = min(most, llama_cpp.CPU_SLOTS if is_cpu else llama_cpp.GPU_SLOTS)
+    slots = request.slots or max(1, most)
+    return InferenceJob(
+        weight_bytes=file.weight_bytes,
+        compute=Dtype.FP32 if is_cpu else Dtype.FP16,
+        num_slots=slots,
+        num_columns=context,
+        prompt_tokens=lengths.mean,
+        new_tokens=sampling.max_new_tokens,
+        pass_tokens=min(LLAMA_PASS_TOKENS, context * slots),
+        kv_value_bytes=llama_cpp.KV_VALUE_BYTES,
+        compute_fraction=LLAMA_CPU_FRACTION if is_cpu else 1.0,
+    )
 
-    @property
-    def _context(self) -> int:
-        return choose_context(self.request.context, self.spec.max_positions)
 
-    def make_job(self) -> InferenceJob:
-        if self.choice.engine == "llama.cpp":
-            return self._of_llama()
-        return self._of_torch()
+def _torch_job(
+    request: EngineRequest,
+    choice: EngineChoice,
+    spec: ModelSpec,
+    lengths: PromptLengths,
+    sampling: Sampling,
+    capacity_bytes: int,
+) -> InferenceJob:
+    is_cpu = choice.device == "cpu"
+    is_ours = choice.engine == "transformers"
+    weights, compute, weight_bytes = _torch_weights(request, choice.device, spec)
+    context = choose_context(request.context, spec.max_positions)
+    slots = request.slots
+    if slots is None and is_cpu:
+        slots = CPU_SLOTS
+    elif slots is None and not is_ours:
+        slots = VLLM_SLOTS
+    elif slots is None:
+        row_bytes = kv_row_bytes(spec, max(1, context // 2), compute.value_bytes)
+        slots = count_gpu_slots(capacity_bytes - weight_bytes, row_bytes)
+    longest = lengths.longest
+    prefill = max(longest, min(PREFILL_TOKENS["cpu" if is_cpu else "cuda"], slots * longest))
+    columns = min(context, longest + sampling.max_new_tokens)
+    has_rows = is_ours and is_cpu  # on a GPU, fixed slots whose steps are replayed as graphs
+    return InferenceJob(
+        weight_bytes=weight_bytes,
+        compute=compute,
+        num_slots=slots,
+        num_columns=int(columns * (1 + ROW_SPARE_FRACTION)) if has_rows else round_columns(columns),
+        prompt_tokens=lengths.mean,
+        new_tokens=sampling.max_new_tokens,
+        pass_tokens=prefill * min(PREFILL_COLUMNS, longest) // longest,
+        kv_value_bytes=compute.value_bytes,
+        joining_tokens=prefill if is_ours else 0,
+        expands_heads=has_rows,
+        is_quantized=weights.is_quantized,
+        replays_steps=is_ours and not is_cpu,
+    )
 
-    def _of_llama(self) -> InferenceJob:
-        from tightfit.engines.llama_cpp import (
-            CPU_SLOTS,
-            GPU_SLOTS,
-            KV_VALUE_BYTES,
-            SPARE_MEMORY_FRACTION,
-            read_llama_file,
-        )
 
-        file = read_llama_file(self.request.artefact.path)
-        context = choose_context(self.request.context, file.context)
-        is_cpu = self.choice.device == "cpu"
-        room = self.capacity_bytes * SPARE_MEMORY_FRACTION
-        most = int(room // max(1, file.kv_bytes_per_token * context))
-        slots = self.request.slots or max(1, min(CPU_SLOTS if is_cpu else GPU_SLOTS, most))
-        return InferenceJob(
-            weight_bytes=file.weight_bytes,
-            compute=Dtype.FP32 if is_cpu else Dtype.FP16,
-            num_slots=slots,
-            num_columns=context,
-            prompt_tokens=self.lengths.mean,
-            new_tokens=self.sampling.max_new_tokens,
-            pass_tokens=min(LLAMA_PASS_TOKENS, context * slots),
-            kv_value_bytes=KV_VALUE_BYTES,
-            compute_fraction=LLAMA_CPU_FRACTION if is_cpu else 1.0,
-        )
+def _torch_weights(
+    request: EngineRequest, device_name: str, spec: ModelSpec
+) -> tuple[Dtype, Dtype, int]:
+    """The weights' format in memory, the compute dtype, and the weights' bytes."""
+    from tightfit.runtime.libraries import silence_libraries
 
-    def _of_torch(self) -> InferenceJob:
-        is_cpu = self.choice.device == "cpu"
-        weights, compute, size = self._weights()
-        slots = self.request.slots or (CPU_SLOTS if is_cpu else self._gpu_slots(size, compute))
-        most = PREFILL_TOKENS["cpu" if is_cpu else "cuda"]
-        longest = self.lengths.longest
-        prefill = max(longest, min(most, slots * longest))
-        is_ours = self.choice.engine == "transformers"
-        has_rows = is_ours and is_cpu  # on a GPU, fixed slots whose steps are replayed as graphs
-        columns = (
-            int(self._longest * (1 + ROW_SPARE_FRACTION))
-            if has_rows
-            else round_columns(self._longest)
-        )
-        return InferenceJob(
-            weight_bytes=size,
-            compute=compute,
-            num_slots=slots,
-            num_columns=columns,
-            prompt_tokens=self.lengths.mean,
-            new_tokens=self.sampling.max_new_tokens,
-            pass_tokens=prefill * min(PREFILL_COLUMNS, longest) // longest,
-            kv_value_bytes=compute.value_bytes,
-            joining_tokens=prefill if is_ours else 0,
-            expands_heads=has_rows,
-            is_quantized=weights.is_quantized,
-            replays_steps=is_ours and not is_cpu,
-        )
+    silence_libraries()  # before the import that makes libraries talk
+    from tightfit.runtime.inference import choose_device, choose_dtype, choose_load
 
-    def _weights(self) -> tuple[Dtype, Dtype, int]:
-        """How they lie in memory, what is computed in, and their bytes."""
-        from tightfit.runtime.libraries import silence_libraries
-
-        silence_libraries()  # before the import that makes libraries talk
-        from tightfit.runtime.load_for_inference import choose_device, choose_dtype, choose_load
-
-        artefact = self.request.artefact
-        device = choose_device(self.choice.device)
-        if artefact.kind in (ArtefactKind.GPTQ, ArtefactKind.BITSANDBYTES):
-            kind = Dtype.GPTQ4 if artefact.kind is ArtefactKind.GPTQ else Dtype.NF4
-            return kind, choose_dtype(device), _file_bytes(artefact, self.spec) or 0
-        load = choose_load(artefact, self.request.weights, device)
-        strategy = Strategy(
-            weights=load.weights, compute=load.compute, double_quant=load.double_quant
-        )
-        size = estimate_weight_bytes(self.spec, strategy).total
-        if artefact.kind is ArtefactKind.ADAPTER:
-            size += measure_weights(artefact.path) or 0
-        return load.weights, load.compute, size
-
-    def _gpu_slots(self, weight_bytes: int, compute: Dtype) -> int:
-        if self.choice.engine == "vllm":
-            return VLLM_SLOTS
-        each = kv_row_bytes(self.spec, max(1, self._context // 2), compute.value_bytes)
-        free = max(0, self.capacity_bytes - weight_bytes)
-        return max(1, min(MAX_GPU_SLOTS, int(free * KV_MEMORY_FRACTION // max(1, each))))
+    artefact = request.artefact
+    device = choose_device(device_name)
+    if artefact.kind in (ArtefactKind.GPTQ, ArtefactKind.BITSANDBYTES):
+        kind = Dtype.GPTQ4 if artefact.kind is ArtefactKind.GPTQ else Dtype.NF4
+        return kind, choose_dtype(device), artefact.size_bytes or spec.file_bytes or 0
+    strategy = choose_load(artefact, request.weights, device)
+    size = estimate_weight_bytes(spec, strategy).total
+    if artefact.kind is ArtefactKind.ADAPTER:
+        size += measure_weights(artefact.path) or 0
+    return strategy.weights, strategy.compute, size
 
 
 def _find_node(device: str, threads: int | None) -> Node:
@@ -307,11 +320,3 @@ def _find_node(device: str, threads: int | None) -> Node:
             )
         }
     )
-
-
-def _file_bytes(artefact: Artefact, spec: ModelSpec) -> int | None:
-    if artefact.path.is_file():
-        return artefact.path.stat().st_size
-    if artefact.base is not None:
-        return (measure_weights(artefact.base) or 0) + (measure_weights(artefact.path) or 0)
-    return measure_weights(artefact.path) or spec.file_bytes

@@ -6,14 +6,15 @@ import hashlib
 import io
 import itertools
 import json
+import math
 import string
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
 from tightfit.core.errors import InvalidInputError, NotFoundError, UsageError, UserError
-from tightfit.core.training import DataSource
+from tightfit.core.strategy import DataSource
 from tightfit.data.formats import (
     ASSISTANT,
     FORMATS,
@@ -22,23 +23,19 @@ from tightfit.data.formats import (
     Message,
     RowFormat,
     recognise_format,
-    to_messages,
 )
-from tightfit.data.readers import read_json_lines
-from tightfit.data.sources import open_source, read_file
-from tightfit.data.streams import (
+from tightfit.data.readers import (
     Row,
+    decoded_lines,
     excerpt,
     file_mode,
-    iter_lines,
     json_type_name,
     open_data,
-    wrong_encoding,
+    read_json_lines,
 )
+from tightfit.data.sources import holds_rows, open_source, read_part, rows_or_raise
 
 STDIN = "-"
-_ROW_ENDINGS = (".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet", ".pq", ".arrow")
-_PACKED_ENDINGS = (".gz", ".bz2", ".xz", ".zst")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +51,7 @@ class PromptRequest:
     template: str | None = None
     """Of rows: text with {column} in it."""
     system: str | None = None
-    """Said first where a row has no system message of its own."""
+    """The system message, where a row has none of its own."""
     is_raw: bool = False
     """A text to be continued: no messages, no chat template."""
     limit: int | None = None
@@ -66,13 +63,15 @@ class Prompt:
 
     index: int
     place: str
-    """Where it stands, for messages: `prompts.jsonl line 12`."""
+    """Where it was read, for error messages: `prompts.jsonl line 12`."""
     messages: tuple[Message, ...]
     """Of a raw prompt a single one, whose content is the text."""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """The row's own, which its answer brings back; a line of text has none."""
 
     @property
     def text(self) -> str:
-        """What a raw prompt says."""
+        """Of a raw prompt."""
         return self.messages[0].content
 
 
@@ -80,12 +79,18 @@ def read_prompts(request: PromptRequest, stdin: IO[bytes] | None = None) -> list
     """All prompts, in the file's order. Raises rather than give none."""
     found = itertools.islice(_read(request, stdin), request.limit)
     prompts = [
-        Prompt(index=index, place=place, messages=_open(messages, request, place))
-        for index, (place, messages) in enumerate(found)
+        Prompt(
+            index=index,
+            place=place,
+            messages=_finish(messages, request, place),
+            columns=columns,
+        )
+        for index, (place, messages, columns) in enumerate(found)
     ]
     if not prompts:
         raise InvalidInputError(
-            f"{_named(request.path)} holds no prompts.", remedy="name a file with one in each line"
+            f"{_source_name(request)} holds no prompts.",
+            remedy="name a file with one in each line",
         )
     return prompts
 
@@ -94,108 +99,99 @@ def digest_prompts(prompts: Sequence[Prompt]) -> str:
     """One digest over everything that is asked, in order."""
     digest = hashlib.blake2b(digest_size=16)
     for prompt in prompts:
-        digest.update(json.dumps(prompt.messages).encode("utf-8", "surrogatepass") + b"\n")
+        # Columns come back in the answers: with other ones it is another output.
+        facts = [prompt.messages, prompt.columns] if prompt.columns else prompt.messages
+        digest.update(json.dumps(facts).encode("utf-8", "surrogatepass") + b"\n")
     return digest.hexdigest()
 
 
-_Found = tuple[str, tuple[Message, ...]]
+_Asked = tuple[str, tuple[Message, ...], Mapping[str, Any]]
+"""Where a prompt is in the file, its messages, and its row's columns."""
 
 
-def _read(request: PromptRequest, stdin: IO[bytes] | None) -> Iterator[_Found]:
-    rows: Iterator[Row] | None
+def _read(request: PromptRequest, stdin: IO[bytes] | None) -> Iterator[_Asked]:
+    """Every prompt of the file."""
+    rows: Iterator[Row] | None = None
     if request.path == STDIN:
         if stdin is None:
             raise UsageError("There is no stdin to read.", remedy="--prompts FILE")
-        data = stdin.read()
-        rows = _rows_on_stdin(data, request)
-        lines = None if rows is not None else _lines(io.BytesIO(data), Path("stdin"), request)
+        path, stream = Path("stdin"), io.BytesIO(stdin.read())
+        if not request.is_whole and _begins_with_object(stream.getvalue()):
+            rows = rows_or_raise(read_json_lines(stream, path))
+        else:
+            yield from _read_text(stream, path, request)
     else:
         path = Path(request.path).expanduser()
-        rows = _rows_of(request) if _holds_rows(path) else None
-        lines = None if rows is not None else _lines_of(path, request)
-    if rows is not None:
-        if request.is_whole:
-            raise UsageError(
-                f"{_named(request.path)} holds rows; `--whole` is for a text file.",
-                remedy="leave `--whole` out",
-            )
-        for row in rows:
-            yield row.place, tuple(_of_row(row, request))
-    elif lines is not None:
-        yield from lines
+        # A bracket ends the name of a part of a data file: rows.jsonl[:10].
+        if path.is_dir() or str(path).endswith("]") or holds_rows(path):
+            rows = read_part(open_source(DataSource(path=request.path)))
+        else:
+            file_mode(path)
+            with open_data(path) as opened:
+                yield from _read_text(opened, path, request)
+    if rows is None:
+        return
+    if request.is_whole:
+        raise UsageError(
+            f"{_source_name(request)} holds rows; `--whole` is for a text file.",
+            remedy="leave `--whole` out",
+        )
+    for row in rows:
+        columns = {str(name): _as_json_value(value) for name, value in row.values.items()}
+        yield row.place, tuple(_row_messages(row, request)), columns
 
 
-def _holds_rows(path: Path) -> bool:
-    if path.is_dir() or str(path).endswith("]"):  # a part of a data file: rows.jsonl[:10]
-        return True
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    while suffixes and suffixes[-1] in _PACKED_ENDINGS:
-        suffixes.pop()
-    return bool(suffixes) and suffixes[-1] in _ROW_ENDINGS
+def _as_json_value(value: Any) -> Any:
+    """A cell as JSON has it: Parquet's times and bytes as text, what is no number as null."""
+    if isinstance(value, Mapping):
+        return {str(key): _as_json_value(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_as_json_value(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if value is None or isinstance(value, str | int) else str(value)
 
 
-def _rows_of(request: PromptRequest) -> Iterator[Row]:
-    opened = open_source(DataSource(path=request.path))
-    rows = itertools.chain.from_iterable(map(read_file, opened.files))
-    take = opened.take
-    if take.needs_count:
-        total = sum(1 for path in opened.files for _ in read_file(path))
-        return itertools.islice(rows, *take.range(total, opened.name))
-    return itertools.islice(rows, *take.range(None, opened.name))
-
-
-def _rows_on_stdin(data: bytes, request: PromptRequest) -> Iterator[Row] | None:
-    """Stdin has no file name to go by: rows where its first line is a JSON object."""
+def _begins_with_object(data: bytes) -> bool:
+    """Stdin has no file name to go by: it has rows where its first line is a JSON object."""
     first = next((line for line in data.splitlines() if line.strip()), b"")
     try:
-        is_object = first.lstrip().startswith(b"{") and isinstance(json.loads(first), dict)
+        return first.lstrip().startswith(b"{") and isinstance(json.loads(first), dict)
     except ValueError:
-        is_object = False
-    if not is_object or request.is_whole:
-        return None
-    return read_json_lines(io.BytesIO(data), Path("stdin"))
+        return False
 
 
-def _lines_of(path: Path, request: PromptRequest) -> Iterator[_Found]:
-    file_mode(path)
-    with open_data(path) as stream:
-        yield from _lines(stream, path, request)
-
-
-def _lines(stream: IO[bytes], path: Path, request: PromptRequest) -> Iterator[_Found]:
+def _read_text(stream: IO[bytes], path: Path, request: PromptRequest) -> Iterator[_Asked]:
     for option, value in (("--column", request.column), ("--template", request.template)):
         if value is not None:
             raise UsageError(
-                f"{_named(request.path)} is plain text, which has no columns for `{option}`.",
+                f"{_source_name(request)} is plain text, which has no columns for `{option}`.",
                 remedy="name a .jsonl, .json, .csv or .parquet file",
             )
+    lines = decoded_lines(stream, path)
     if request.is_whole:
-        text = _decode(b"\n".join(iter_lines(stream, path)), path, 1)
+        text = "".join(lines).removesuffix("\n")
         if text.strip():
-            yield str(path), (Message(USER, text),)
+            yield str(path), (Message(USER, text),), {}
         return
-    for number, raw in enumerate(iter_lines(stream, path), start=1):
-        line = _decode(raw, path, number).rstrip("\r\n")
+    for number, line in enumerate(lines, start=1):
         if line.strip():
-            yield f"{path} line {number}", (Message(USER, line),)
+            yield f"{path} line {number}", (Message(USER, line.rstrip("\r\n")),), {}
 
 
-def _decode(raw: bytes, path: Path, number: int) -> str:
-    try:
-        return raw.decode("utf-8-sig" if number == 1 else "utf-8")
-    except UnicodeDecodeError as error:
-        raise wrong_encoding(path, number, error) from error
-
-
-def _of_row(row: Row, request: PromptRequest) -> list[Message]:
+def _row_messages(row: Row, request: PromptRequest) -> list[Message]:
+    """The row's messages up to where the answer belongs."""
     if request.template is not None:
         return [Message(USER, fill_template(request.template, row.values, row.place))]
     if request.column is not None:
         return [Message(USER, _cell(row.values, request.column, row.place))]
-    asked, row_format = _without_answer(row)
-    messages = to_messages(asked, row_format)
-    if row_format.name == "text":
-        return [Message(USER, messages[0].content)]  # read as an answer when it is trained on
+    row_format = _asking_format(row)
+    if row_format.name not in ("chat", "text"):
+        answer_key = row_format.keys[-1][0]
+        row = row._replace(values={**row.values, answer_key: ""})
+    messages = row_format.to_messages(row)
+    if row_format.name == "text":  # an answer when it is trained on, here a prompt
+        return [Message(USER, messages[0].content)]
     while messages and messages[-1].role == ASSISTANT:
         messages.pop()
     if not messages:
@@ -206,27 +202,18 @@ def _of_row(row: Row, request: PromptRequest) -> list[Message]:
     return messages
 
 
-def _without_answer(row: Row) -> tuple[Row, RowFormat]:
-    """The row with its answer emptied, in the format whose questions it has."""
-    row_format = _asking_format(row)
-    if row_format.name in ("chat", "text"):
-        return row, row_format
-    emptied = {row_format.keys[-1][0]: ""}
-    return row._replace(values={**row.values, **emptied}), row_format
-
-
 def _asking_format(row: Row) -> RowFormat:
+    """The row's format; without an answer, the first one whose questions it has."""
     try:
         return recognise_format(row)
     except UserError as error:
-        held = set(row.values)
-        for row_format in FORMATS:
+        for row_format in FORMATS.values():
             questions = row_format.keys[:-1]
-            if questions and all(held.intersection(group) for group in questions):
+            if questions and all(set(group) & set(row.values) for group in questions):
                 return row_format
         raise InvalidInputError(
             f"{row.place} has none of the keys that ask something. Its keys: "
-            f"{', '.join(f'`{excerpt(key, most=40)}`' for key in list(row.values)[:12])}.",
+            f"{_list_columns(row.values)}.",
             remedy="--column NAME, or --template-text 'Answer this: {NAME}'",
         ) from error
 
@@ -261,14 +248,19 @@ def _parse(template: str) -> list[tuple[str, str | None, str | None, str | None]
 def _bad_template(why: str) -> InvalidInputError:
     return InvalidInputError(
         f"The prompt template cannot be used: {why}.",
-        remedy="write columns like {question}, and braces that mean themselves as {{ and }}",
+        remedy="write columns like {question}, and literal braces as {{ and }}",
     )
+
+
+def _list_columns(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"`{excerpt(key, most=40)}`" for key in list(values)[:12])
 
 
 def _cell(values: Mapping[str, Any], name: str, place: str) -> str:
     if name not in values:
-        held = ", ".join(f"`{excerpt(key, most=40)}`" for key in list(values)[:12])
-        raise NotFoundError(f"{place} has no column `{name}`.", remedy=f"use one of: {held}")
+        raise NotFoundError(
+            f"{place} has no column `{name}`.", remedy=f"use one of: {_list_columns(values)}"
+        )
     value = values[name]
     if isinstance(value, str):
         return value
@@ -285,18 +277,19 @@ def _cell(values: Mapping[str, Any], name: str, place: str) -> str:
         ) from error
 
 
-def _open(messages: tuple[Message, ...], request: PromptRequest, place: str) -> tuple[Message, ...]:
-    if request.is_raw:
-        if len(messages) != 1:
-            raise InvalidInputError(
-                f"{place} is a conversation; `--raw` continues a single text.",
-                remedy="leave `--raw` out, or name the text with --column NAME",
-            )
-        return messages
-    if request.system is None or messages[0].role == SYSTEM:
+def _finish(
+    messages: tuple[Message, ...], request: PromptRequest, place: str
+) -> tuple[Message, ...]:
+    """With the system message; a raw prompt must be a single text."""
+    if request.is_raw and len(messages) != 1:
+        raise InvalidInputError(
+            f"{place} is a conversation; `--raw` continues a single text.",
+            remedy="leave `--raw` out, or name the text with --column NAME",
+        )
+    if request.is_raw or request.system is None or messages[0].role == SYSTEM:
         return messages
     return (Message(SYSTEM, request.system), *messages)
 
 
-def _named(path: str) -> str:
-    return "stdin" if path == STDIN else path
+def _source_name(request: PromptRequest) -> str:
+    return "stdin" if request.path == STDIN else request.path

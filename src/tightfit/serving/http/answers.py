@@ -7,18 +7,16 @@ import contextlib
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
+from tightfit.core.packages import __version__
 from tightfit.core.sampling import Sampling
-from tightfit.core.version import __version__
 from tightfit.data.formats import Message
 from tightfit.engines.protocol import Delta, Done, Event, Failed, FinishReason, Request
-from tightfit.serving.http.errors import CLIENT_GONE, ApiError, prompt_too_long, to_api_error
 from tightfit.serving.http.registry import (
     ClientGoneError,
     EngineJob,
@@ -26,117 +24,61 @@ from tightfit.serving.http.registry import (
     ServedModel,
     shutting_down_error,
 )
-from tightfit.serving.http.schemas import MAX_ANSWERS, AnswerRequest, ChatRequest, CompletionRequest
+from tightfit.serving.http.schemas import (
+    CLIENT_GONE,
+    MAX_ANSWERS,
+    AnswerRequest,
+    ApiError,
+    ChatRequest,
+    CompletionRequest,
+    prompt_too_long,
+    to_api_error,
+)
 
 STREAM_END = "data: [DONE]\n\n"
 
 
-class ResponseShape(Protocol):
-    """How one kind of request is answered."""
+class ResponseWriter:
+    """The bodies that answer one request, whole and as events of a stream."""
 
-    def whole(self, answers: Sequence[Done], usage: dict[str, Any]) -> dict[str, Any]: ...
-
-    def opening(self, index: int) -> dict[str, Any] | None:
-        """What comes before the first piece of an answer."""
-        ...
-
-    def piece(self, index: int, text: str) -> dict[str, Any]: ...
-
-    def closing(self, index: int, done: Done) -> dict[str, Any]: ...
-
-    def ending(self, usage: dict[str, Any]) -> dict[str, Any]:
-        """The event with the usage, after all answers."""
-        ...
-
-
-class _ResponseHeader:
-    """What every body of one request begins with."""
-
-    def __init__(self, model: ServedModel, *, prefix: str, includes_usage: bool) -> None:
+    def __init__(self, model: ServedModel, *, is_chat: bool, includes_usage: bool) -> None:
         info = model.engine.info
+        self.is_chat = is_chat
+        self._kind = "chat.completion" if is_chat else "text_completion"
         self._head = {
-            "id": f"{prefix}-{secrets.token_hex(16)}",
+            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(16)}",
             "created": int(time.time()),
             "model": model.id,
             "system_fingerprint": f"tightfit-{__version__}-{info.engine}-{info.format}",
         }
-        self._includes_usage = includes_usage
-
-    def _body(self, kind: str, choices: Iterable[dict[str, Any]]) -> dict[str, Any]:
-        return {**self._head, "object": kind, "choices": list(choices)}
-
-    def _event(self, kind: str, choices: Iterable[dict[str, Any]]) -> dict[str, Any]:
         # OpenAI sends `usage: null` until the last event, and no such key where none is wanted.
-        usage = {"usage": None} if self._includes_usage else {}
-        return {**self._body(kind, choices), **usage}
-
-
-class ChatResponseShape(_ResponseHeader):
-    """`/v1/chat/completions`."""
-
-    _chunk = "chat.completion.chunk"
-
-    def __init__(self, model: ServedModel, *, includes_usage: bool) -> None:
-        super().__init__(model, prefix="chatcmpl", includes_usage=includes_usage)
+        self._no_usage: dict[str, Any] = {"usage": None} if includes_usage else {}
 
     def whole(self, answers: Sequence[Done], usage: dict[str, Any]) -> dict[str, Any]:
-        choices = (
-            {
-                "index": index,
-                "message": {"role": "assistant", "content": done.text, "refusal": None},
-                "logprobs": None,
-                "finish_reason": done.reason.value,
-            }
-            for index, done in enumerate(answers)
-        )
-        return {**self._body("chat.completion", choices), "usage": usage}
+        """The body of an answer that is not streamed."""
+        choices = []
+        for index, done in enumerate(answers):
+            message = {"role": "assistant", "content": done.text, "refusal": None}
+            text = {"message": message} if self.is_chat else {"text": done.text}
+            choices.append(_choice(index, text, done.reason.value))
+        return {**self._head, "object": self._kind, "choices": choices, "usage": usage}
 
-    def opening(self, index: int) -> dict[str, Any] | None:
-        return self._choice(index, {"role": "assistant", "content": ""})
+    def event(self, index: int, delta: dict[str, str], end: str | None = None) -> str:
+        """What is new of one answer, as a chat says it; completions have the text alone."""
+        content = {"delta": delta} if self.is_chat else {"text": delta.get("content", "")}
+        return self._event([_choice(index, content, end)], self._no_usage)
 
-    def piece(self, index: int, text: str) -> dict[str, Any]:
-        return self._choice(index, {"content": text})
+    def usage_event(self, usage: dict[str, Any]) -> str:
+        """The event after all answers."""
+        return self._event([], {"usage": usage})
 
-    def closing(self, index: int, done: Done) -> dict[str, Any]:
-        return self._choice(index, {}, done.reason.value)
-
-    def ending(self, usage: dict[str, Any]) -> dict[str, Any]:
-        return {**self._body(self._chunk, ()), "usage": usage}
-
-    def _choice(self, index: int, delta: dict[str, str], end: str | None = None) -> dict[str, Any]:
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": end}
-        return self._event(self._chunk, [choice])
+    def _event(self, choices: list[dict[str, Any]], usage: dict[str, Any]) -> str:
+        kind = "chat.completion.chunk" if self.is_chat else self._kind
+        return format_event({**self._head, "object": kind, "choices": choices, **usage})
 
 
-class CompletionResponseShape(_ResponseHeader):
-    """`/v1/completions`."""
-
-    _kind = "text_completion"
-
-    def __init__(self, model: ServedModel, *, includes_usage: bool) -> None:
-        super().__init__(model, prefix="cmpl", includes_usage=includes_usage)
-
-    def whole(self, answers: Sequence[Done], usage: dict[str, Any]) -> dict[str, Any]:
-        choices = (
-            _text_choice(index, done.text, done.reason.value) for index, done in enumerate(answers)
-        )
-        return {**self._body(self._kind, choices), "usage": usage}
-
-    def opening(self, index: int) -> dict[str, Any] | None:  # noqa: ARG002
-        return None
-
-    def piece(self, index: int, text: str) -> dict[str, Any]:
-        return self._event(self._kind, [_text_choice(index, text, None)])
-
-    def closing(self, index: int, done: Done) -> dict[str, Any]:
-        return self._event(self._kind, [_text_choice(index, "", done.reason.value)])
-
-    def ending(self, usage: dict[str, Any]) -> dict[str, Any]:
-        return {**self._body(self._kind, ()), "usage": usage}
-
-
-def _text_choice(index: int, text: str, end: str | None) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": None, "finish_reason": end}
+def _choice(index: int, content: dict[str, Any], end: str | None) -> dict[str, Any]:
+    return {"index": index, **content, "logprobs": None, "finish_reason": end}
 
 
 def count_usage(answers: Sequence[Done], *, num_per_prompt: int) -> dict[str, Any]:
@@ -164,82 +106,27 @@ def format_event(body: dict[str, Any]) -> str:
     return f"data: {json.dumps(body, separators=(',', ':'))}\n\n"
 
 
-# From a validated HTTP request to engine requests.
+# From a validated HTTP request to the engine and back, whole or as a stream.
 
 COMPLETION_TOKENS = 16
 """OpenAI's default for `/v1/completions`; a chat answer may fill the context."""
+STALL_SECONDS = 60.0
+"""How long a client may read nothing from a full connection before it counts as disconnected."""
 _SEED_BITS = 0x7FFF_FFFF
 """llama.cpp's seeds are 32 bits wide and the largest means `any`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PreparedRequest:
-    """One HTTP request for answers."""
-
-    model: ServedModel
-    num_answers: int
-    num_per_prompt: int
-    write_requests: Callable[[], list[Request]]
-    """Runs the template and the tokenizer, which takes a while for long prompts."""
-    shape: ResponseShape
-    is_streamed: bool
-    includes_usage: bool
-
-
-def prepare_chat(registry: ModelRegistry, body: ChatRequest) -> PreparedRequest:
-    """A conversation to be gone on with."""
-    model = registry.find(body.model)
-
-    def write_requests() -> list[Request]:
-        messages = [Message(_role(message.role), message.text) for message in body.messages]
-        tokens = model.engine.prompter.ask(messages)
-        return _requests(model, body, tokens, most=body.most_tokens, param="messages")
-
-    return _prepare_request(
-        model,
-        body,
-        num_prompts=1,
-        write_requests=write_requests,
-        shape=ChatResponseShape(model, includes_usage=body.includes_usage),
-    )
-
-
-def prepare_completion(registry: ModelRegistry, body: CompletionRequest) -> PreparedRequest:
-    """Texts to be continued."""
-    model = registry.find(body.model)
-    prompts = body.prompts
-
-    def write_requests() -> list[Request]:
-        prompter = model.engine.prompter
-        encoded = [
-            prompter.continue_text(prompt) if isinstance(prompt, str) else prompt
-            for prompt in prompts
-        ]
-        most = body.max_tokens or COMPLETION_TOKENS
-        return [
-            request
-            for tokens in encoded
-            for request in _requests(model, body, tokens, most=most, param="prompt")
-        ]
-
-    return _prepare_request(
-        model,
-        body,
-        num_prompts=len(prompts),
-        write_requests=write_requests,
-        shape=CompletionResponseShape(model, includes_usage=body.includes_usage),
-    )
-
-
-def _prepare_request(
-    model: ServedModel,
-    body: AnswerRequest,
+async def answer(
+    registry: ModelRegistry,
+    body: ChatRequest | CompletionRequest,
+    receive: Receive,
     *,
-    num_prompts: int,
-    write_requests: Callable[[], list[Request]],
-    shape: ResponseShape,
-) -> PreparedRequest:
-    num_per_prompt = body.n or 1
+    timeout_seconds: float,
+) -> Response:
+    """The response to a request; raises `ApiError` where it is refused before it begins."""
+    registry.require_open()
+    model = registry.find(body.model)
+    num_prompts, num_per_prompt = body.num_prompts, body.n or 1
     num_answers = num_prompts * num_per_prompt
     if num_answers > MAX_ANSWERS:
         raise ApiError(
@@ -248,42 +135,79 @@ def _prepare_request(
             f"one request may ask for {MAX_ANSWERS}.",
             param="n",
         )
-    return PreparedRequest(
-        model=model,
-        num_answers=num_answers,
-        num_per_prompt=num_per_prompt,
-        write_requests=write_requests,
-        shape=shape,
-        is_streamed=bool(body.stream),
-        includes_usage=body.includes_usage,
-    )
+    job = await _begin(model, body, num_answers)
+    is_chat = isinstance(body, ChatRequest)
+    writer = ResponseWriter(model, is_chat=is_chat, includes_usage=body.includes_usage)
+    if body.stream:
+        events = _events(job, writer, body, num_answers)
+        return EventStream(events, job, timeout_seconds=timeout_seconds)
+    try:
+        async with _watched(job, receive, timeout_seconds=timeout_seconds):
+            ends = {i: _done(end) async for i, end in job.events() if not isinstance(end, Delta)}
+    except ClientGoneError:
+        return Response(status_code=CLIENT_GONE)
+    answers = [ends[index] for index in range(num_answers)]
+    usage = count_usage(answers, num_per_prompt=num_per_prompt)
+    return Response(json.dumps(writer.whole(answers, usage)), media_type="application/json")
 
 
-def _role(name: str) -> str:
-    """`developer` is what newer clients call the system."""
-    return "system" if name == "developer" else name
+async def _begin(
+    model: ServedModel, body: ChatRequest | CompletionRequest, num_answers: int
+) -> EngineJob:
+    """Hand the request to the engine, once there is room in the queue."""
+    loop = asyncio.get_running_loop()
+    model.admit(num_answers)
+    try:
+        requests = await loop.run_in_executor(model.encoder, encode_requests, model, body)
+    except BaseException as error:
+        model.num_owed -= num_answers
+        if isinstance(error, Exception):
+            raise to_api_error(error) from error
+        raise
+    job = model.start(requests)
+    try:
+        # Shielded, for a job that was started gives its places back only through the engine.
+        await asyncio.shield(loop.run_in_executor(model.encoder, job.submit))
+    except asyncio.CancelledError:
+        job.stop(ClientGoneError())
+        raise
+    except Exception as error:
+        raise to_api_error(error) from error
+    return job
 
 
-def _requests(
-    model: ServedModel,
-    body: AnswerRequest,
-    tokens: Sequence[int],
-    *,
-    most: int | None,
-    param: str,
-) -> list[Request]:
-    """The same prompt `n` times, each with a seed of its own."""
+def encode_requests(model: ServedModel, body: ChatRequest | CompletionRequest) -> list[Request]:
+    """Template and tokenizer; each prompt `n` times, each with a seed of its own."""
+    prompter = model.engine.prompter
+    most: int | None
+    prompts: list[tuple[int, ...]]
+    if isinstance(body, ChatRequest):
+        # `developer` is what newer clients call the system.
+        turns = [
+            Message("system" if one.role == "developer" else one.role, one.text)
+            for one in body.messages
+        ]
+        param, most = "messages", body.most_tokens
+        prompts = [prompter.ask(turns)]
+    else:
+        param, most = "prompt", body.max_tokens or COMPLETION_TOKENS
+        prompts = [
+            prompter.continue_text(one) if isinstance(one, str) else one for one in body.prompts
+        ]
     max_context = model.engine.info.max_context
-    if not tokens:
-        raise ApiError(400, "The prompt is empty.", param=param)
-    if len(tokens) >= max_context:
-        raise prompt_too_long(len(tokens), max_context, param=param)
-    room = max_context - len(tokens)
-    max_new_tokens = room if most is None else min(most, room)
-    return [
-        Request(prompt=tuple(tokens), sampling=_sampling(body, max_new_tokens, index))
-        for index in range(body.n or 1)
-    ]
+    requests = []
+    for tokens in prompts:
+        if not tokens:
+            raise ApiError(400, "The prompt is empty.", param=param)
+        room = max_context - len(tokens)
+        if room < 1:
+            raise prompt_too_long(len(tokens), max_context, param=param)
+        max_new_tokens = room if most is None else min(most, room)
+        requests += [
+            Request(prompt=tokens, sampling=_sampling(body, max_new_tokens, index))
+            for index in range(body.n or 1)
+        ]
+    return requests
 
 
 def _sampling(body: AnswerRequest, max_new_tokens: int, index: int) -> Sampling:
@@ -300,51 +224,6 @@ def _sampling(body: AnswerRequest, max_new_tokens: int, index: int) -> Sampling:
         stop=body.stops,
         ignores_stop_tokens=bool(body.ignore_eos),
     )
-
-
-# Answering one HTTP request, whole or as a stream.
-
-STALL_SECONDS = 60.0
-"""How long a client may read nothing from a full connection before it counts as disconnected."""
-
-
-async def answer(
-    prepared: PreparedRequest, receive: Receive, *, timeout_seconds: float
-) -> Response:
-    """The response to an order; raises `ApiError` where it is refused before it begins."""
-    job = await _begin(prepared)
-    if prepared.is_streamed:
-        return EventStream(_events(job, prepared), job, timeout_seconds=timeout_seconds)
-    try:
-        async with _watched(job, receive, timeout_seconds=timeout_seconds):
-            answers = await _gather(job, prepared.num_answers)
-    except ClientGoneError:
-        return Response(status_code=CLIENT_GONE)
-    usage = count_usage(answers, num_per_prompt=prepared.num_per_prompt)
-    body = json.dumps(prepared.shape.whole(answers, usage))
-    return Response(body, media_type="application/json")
-
-
-async def _begin(prepared: PreparedRequest) -> EngineJob:
-    loop, model = asyncio.get_running_loop(), prepared.model
-    model.admit(prepared.num_answers)
-    try:
-        requests = await loop.run_in_executor(model.desk, prepared.write_requests)
-    except BaseException as error:
-        model.forget(prepared.num_answers)
-        if isinstance(error, Exception):
-            raise to_api_error(error) from error
-        raise
-    job = model.start(requests)
-    try:
-        # Shielded, for a job that was started gives its places back only through the engine.
-        await asyncio.shield(loop.run_in_executor(model.desk, job.submit))
-    except asyncio.CancelledError:
-        job.stop(ClientGoneError())
-        raise
-    except Exception as error:
-        raise to_api_error(error) from error
-    return job
 
 
 @contextlib.asynccontextmanager
@@ -372,14 +251,6 @@ async def _watched(
             job.stop(ClientGoneError())
 
 
-async def _gather(job: EngineJob, num_answers: int) -> list[Done]:
-    answers: dict[int, Done] = {}
-    async for index, event in job.events():
-        if not isinstance(event, Delta):
-            answers[index] = _done(event)
-    return [answers[index] for index in range(num_answers)]
-
-
 def _done(event: Event) -> Done:
     """The end of an answer, or why there is none."""
     if isinstance(event, Failed):
@@ -390,30 +261,34 @@ def _done(event: Event) -> Done:
     return event
 
 
-async def _events(job: EngineJob, prepared: PreparedRequest) -> AsyncIterator[str]:
-    """The stream's events; a fault is the last of them, as the status has long been sent."""
-    shape, num_shown = prepared.shape, [0] * prepared.num_answers
+async def _events(
+    job: EngineJob,
+    writer: ResponseWriter,
+    body: ChatRequest | CompletionRequest,
+    num_answers: int,
+) -> AsyncIterator[str]:
+    """The stream's events; an error is the last of them, as the status has long been sent."""
+    num_shown = [0] * num_answers
     answers: dict[int, Done] = {}
-    for index in range(prepared.num_answers):
-        if opening := shape.opening(index):
-            yield format_event(opening)
+    if writer.is_chat:
+        for index in range(num_answers):
+            yield writer.event(index, {"role": "assistant", "content": ""})
     try:
         async for index, event in job.events():
             if isinstance(event, Delta):
                 num_shown[index] += len(event.text)
-                yield format_event(shape.piece(index, event.text))
+                yield writer.event(index, {"content": event.text})
                 continue
             answers[index] = done = _done(event)
             if rest := done.text[num_shown[index] :]:
-                yield format_event(shape.piece(index, rest))
-            yield format_event(shape.closing(index, done))
+                yield writer.event(index, {"content": rest})
+            yield writer.event(index, {}, done.reason.value)
     except ApiError as error:
         yield format_event(error.body)
         return
-    if prepared.includes_usage:
-        ended = [answers[index] for index in range(prepared.num_answers)]
-        usage = count_usage(ended, num_per_prompt=prepared.num_per_prompt)
-        yield format_event(shape.ending(usage))
+    if body.includes_usage:
+        ended = [answers[index] for index in range(num_answers)]
+        yield writer.usage_event(count_usage(ended, num_per_prompt=body.n or 1))
     yield STREAM_END
 
 
@@ -437,10 +312,7 @@ class EventStream(Response):
         with contextlib.suppress(ClientGoneError, asyncio.TimeoutError, OSError):
             async with _watched(self._job, receive, timeout_seconds=self._timeout_seconds):
                 await send(head)
+                piece = {"type": "http.response.body", "body": b"", "more_body": True}
                 async for event in self._events:
-                    await asyncio.wait_for(_write(send, event.encode(), True), STALL_SECONDS)
-                await asyncio.wait_for(_write(send, b"", False), STALL_SECONDS)
-
-
-async def _write(send: Send, body: bytes, is_more: bool) -> None:
-    await send({"type": "http.response.body", "body": body, "more_body": is_more})
+                    await asyncio.wait_for(send({**piece, "body": event.encode()}), STALL_SECONDS)
+                await asyncio.wait_for(send({**piece, "more_body": False}), STALL_SECONDS)

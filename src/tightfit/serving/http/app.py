@@ -1,8 +1,10 @@
-"""The HTTP API: routes, OpenAPI description, error handlers and middleware."""
+"""The HTTP API: middleware, routes, OpenAPI description and error handlers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import hmac
+import time
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,39 +13,159 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tightfit.core.version import __version__
-from tightfit.serving.http.answers import answer, prepare_chat, prepare_completion
-from tightfit.serving.http.errors import (
+from tightfit.core.packages import __version__
+from tightfit.serving.http.answers import answer
+from tightfit.serving.http.metrics import CONTENT_TYPE, Metrics
+from tightfit.serving.http.registry import ModelRegistry, ServedModel, ServerPhase
+from tightfit.serving.http.schemas import (
     ANSWERING_ERRORS,
+    CLIENT_GONE,
     LISTING_ERRORS,
     PLAIN_ERRORS,
     ApiError,
-    internal_error,
-)
-from tightfit.serving.http.metrics import CONTENT_TYPE
-from tightfit.serving.http.middleware import BodyLimit, HostGuard, RequestMetrics, TokenGuard
-from tightfit.serving.http.registry import ModelRegistry, ServedModel, ServerPhase
-from tightfit.serving.http.schemas import (
     ChatChunk,
     ChatCompletion,
-    ChatMessage,
     ChatRequest,
     Completion,
     CompletionRequest,
     Health,
     ModelCard,
     ModelList,
-    StreamOptions,
-    TextPart,
+    from_validation_error,
+    internal_error,
 )
+from tightfit.serving.sockets import host_name
 
-_FIELDS = frozenset(
-    name
-    for model in (ChatRequest, CompletionRequest, ChatMessage, TextPart, StreamOptions)
-    for name in model.model_fields
-)
+# ASGI middleware: request metrics, host check, bearer token, body size.
+
+OPEN_PATHS = ("/health",)
+DISCARDED_BYTES = 64 * 2**20
+"""Of a body that is too large, so much is read and dropped: a client that is still sending when
+the connection closes never sees the answer."""
+
+
+class RequestMetrics:
+    """Outermost: counts every answer, and turns what nobody foresaw into a plain 500."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, report: Callable[[Exception], None]) -> None:
+        self._app = app
+        self._metrics = metrics
+        self._report = report
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return  # no websocket is served, and a refusal by silence closes it
+        began, status = time.monotonic(), CLIENT_GONE
+
+        async def watched_send(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = int(message["status"])
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched_send)
+        except Exception as error:
+            self._report(error)
+            if status == CLIENT_GONE:
+                await internal_error().respond()(scope, receive, watched_send)
+        finally:
+            path = str(getattr(scope.get("route"), "path", "other"))
+            self._metrics.requests.add(path=path, code=str(status))
+            self._metrics.request_seconds.observe(time.monotonic() - began, path=path)
+
+
+class Guard:
+    """Refuses the requests that `check` has an error for."""
+
+    def __init__(self, app: ASGIApp, check: Callable[[Scope], ApiError | None]) -> None:
+        self._app = app
+        self._check = check
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = self._check(scope)
+        await (self._app if error is None else error.respond())(scope, receive, send)
+
+
+def host_check(names: Collection[str]) -> Callable[[Scope], ApiError | None]:
+    """Refuses names that a page on the internet could point at this machine (DNS rebinding)."""
+    allowed = frozenset(name.lower() for name in names)
+
+    def check(scope: Scope) -> ApiError | None:
+        given = [value.decode("latin-1") for key, value in scope["headers"] if key == b"host"]
+        if all(host_name(host) in allowed for host in given):
+            return None
+        return ApiError(
+            403,
+            "The Host header names another machine than this server is bound to.",
+            code="host_not_allowed",
+        )
+
+    return check
+
+
+def token_check(api_key: str) -> Callable[[Scope], ApiError | None]:
+    """Refuses everything but `/health` without the bearer token."""
+
+    def check(scope: Scope) -> ApiError | None:
+        given = [value for key, value in scope["headers"] if key == b"authorization"]
+        scheme, _, token = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
+        # In constant time, so that timing reveals no prefix of the key.
+        is_right = hmac.compare_digest(token.strip(), api_key.encode())
+        if scope["path"] in OPEN_PATHS or (is_right and scheme.lower() == b"bearer"):
+            return None
+        return ApiError(
+            401,
+            "Send the server's API key: `Authorization: Bearer KEY`.",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+
+    return check
+
+
+class BodyLimit:
+    """Bodies up to a size; a stated larger one is refused at once, an unstated one as it grows."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        stated = [value for key, value in scope["headers"] if key == b"content-length"]
+        if any(value.isdigit() and int(value) > self._max_bytes for value in stated):
+            await _discard(receive)
+            await self._too_large().respond()(scope, receive, send)
+            return
+        num_bytes = 0
+
+        async def counted_receive() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._max_bytes:
+                if message.get("more_body", False):
+                    await _discard(receive)
+                raise self._too_large()
+            return message
+
+        await self._app(scope, counted_receive, send)
+
+    def _too_large(self) -> ApiError:
+        return ApiError(
+            413, f"The body is larger than {self._max_bytes:,} bytes.", code="body_too_large"
+        )
+
+
+async def _discard(receive: Receive) -> None:
+    num_bytes = 0
+    while num_bytes <= DISCARDED_BYTES:
+        message = await receive()
+        num_bytes += len(message.get("body", b""))
+        if message["type"] == "http.disconnect" or not message.get("more_body", False):
+            return
 
 
 def from_http_exception(error: HTTPException, *, method: str, path: str) -> ApiError:
@@ -62,37 +184,6 @@ def from_http_exception(error: HTTPException, *, method: str, path: str) -> ApiE
     return ApiError(error.status_code, str(error.detail), headers=error.headers)
 
 
-def from_validation_error(error: RequestValidationError, content_type: str) -> ApiError:
-    """The first thing that is wrong with a body."""
-    first: Mapping[str, Any] = error.errors()[0]
-    kind, place = first["type"], tuple(first["loc"])
-    if kind == "json_invalid":
-        reason = first.get("ctx", {}).get("error", "")
-        return ApiError(400, f"The body is not JSON: {reason} at character {place[-1]}.")
-    if kind == "unsupported":
-        context = first["ctx"]
-        return ApiError(
-            400, context["message"], code="unsupported_parameter", param=str(context["param"])
-        )
-    if len(place) == 1 and "json" not in content_type.lower():
-        return ApiError(400, "Send JSON, with the header `Content-Type: application/json`.")
-    if len(place) == 1:
-        return ApiError(400, "The body must be a JSON object.")
-    param = _path(place[1:])
-    return ApiError(400, f"`{param}`: {first['msg']}.", code="invalid_value", param=param)
-
-
-def _path(place: Sequence[str | int]) -> str:
-    """`messages[0].content`, without the names that the checker gives to alternatives."""
-    path = ""
-    for step in place:
-        if isinstance(step, int):
-            path += f"[{step}]"
-        elif step in _FIELDS:
-            path += f".{step}" if path else step
-    return path
-
-
 DEFAULT_MAX_QUEUE = 128
 DEFAULT_TIMEOUT_SECONDS = 600.0
 DEFAULT_MAX_BODY_BYTES = 4 * 2**20
@@ -102,10 +193,6 @@ OpenAI's chat and completions over models on this machine. Fields that OpenAI's 
 that change nothing here are let by; those that would change the answer and cannot be honoured are
 refused with 400. Every error has the body `{"error": {"message", "type", "param", "code"}}`.
 """
-
-
-def _nothing(_told: object) -> None:
-    pass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,9 +208,9 @@ class ApiSettings:
     """Answers that may wait for a slot, for each model."""
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
     max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
-    report: Callable[[str], None] = _nothing
+    report: Callable[[str], None] = lambda _line: None
     """Called with one line about what happens outside of an answer."""
-    report_error: Callable[[Exception], None] = _nothing
+    report_error: Callable[[Exception], None] = lambda _error: None
     """Called with an unexpected error, after the client got status 500."""
 
 
@@ -137,9 +224,8 @@ def make_api_app(registry: ModelRegistry, settings: ApiSettings) -> ASGIApp:
         redoc_url=None,
         openapi_url=None,
     )
-    _add_answers(app, registry, settings)
-    _add_lists(app, registry)
-    _add_health(app, registry)
+    _add_answers(app, registry, settings.timeout_seconds)
+    _add_state(app, registry)
     _add_description(app, needs_key=settings.api_key is not None)
 
     @app.exception_handler(HTTPException)
@@ -148,19 +234,21 @@ def make_api_app(registry: ModelRegistry, settings: ApiSettings) -> ASGIApp:
 
     @app.exception_handler(RequestValidationError)
     async def refuse_body(request: Request, error: RequestValidationError) -> Response:
-        return from_validation_error(error, request.headers.get("content-type", "")).respond()
+        return from_validation_error(
+            error.errors(), request.headers.get("content-type", "")
+        ).respond()
 
     @app.exception_handler(Exception)
-    async def confess(request: Request, error: Exception) -> Response:  # noqa: ARG001
+    async def report_bug(request: Request, error: Exception) -> Response:  # noqa: ARG001
         return internal_error().respond()
 
-    return _guarded(app, registry, settings)
+    return _add_guards(app, registry, settings)
 
 
-def _guarded(app: ASGIApp, registry: ModelRegistry, settings: ApiSettings) -> ASGIApp:
+def _add_guards(app: ASGIApp, registry: ModelRegistry, settings: ApiSettings) -> ASGIApp:
     guarded: ASGIApp = BodyLimit(app, settings.max_body_bytes)
     if settings.api_key is not None:
-        guarded = TokenGuard(guarded, settings.api_key)
+        guarded = Guard(guarded, token_check(settings.api_key))
     if settings.cors_origins:  # outside the token: a browser asks leave without one
         guarded = CORSMiddleware(
             guarded,
@@ -169,11 +257,11 @@ def _guarded(app: ASGIApp, registry: ModelRegistry, settings: ApiSettings) -> AS
             allow_headers=("*",),
         )
     if settings.host_names is not None:
-        guarded = HostGuard(guarded, settings.host_names)
+        guarded = Guard(guarded, host_check(settings.host_names))
     return RequestMetrics(guarded, registry.metrics, settings.report_error)
 
 
-def _add_answers(app: FastAPI, registry: ModelRegistry, settings: ApiSettings) -> None:
+def _add_answers(app: FastAPI, registry: ModelRegistry, timeout_seconds: float) -> None:
     @app.post(
         "/v1/chat/completions",
         operation_id="create_chat_completion",
@@ -182,9 +270,7 @@ def _add_answers(app: FastAPI, registry: ModelRegistry, settings: ApiSettings) -
         response_class=Response,
     )
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        registry.require_open()
-        order = prepare_chat(registry, body)
-        return await answer(order, request.receive, timeout_seconds=settings.timeout_seconds)
+        return await answer(registry, body, request.receive, timeout_seconds=timeout_seconds)
 
     @app.post(
         "/v1/completions",
@@ -194,12 +280,10 @@ def _add_answers(app: FastAPI, registry: ModelRegistry, settings: ApiSettings) -
         response_class=Response,
     )
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        registry.require_open()
-        order = prepare_completion(registry, body)
-        return await answer(order, request.receive, timeout_seconds=settings.timeout_seconds)
+        return await answer(registry, body, request.receive, timeout_seconds=timeout_seconds)
 
 
-def _add_lists(app: FastAPI, registry: ModelRegistry) -> None:
+def _add_state(app: FastAPI, registry: ModelRegistry) -> None:
     listing = {code: error for code, error in LISTING_ERRORS.items() if code != 404}
 
     @app.get(
@@ -220,8 +304,6 @@ def _add_lists(app: FastAPI, registry: ModelRegistry) -> None:
     async def retrieve_model(model_id: str) -> ModelCard:
         return _card(registry.find(model_id))
 
-
-def _add_health(app: FastAPI, registry: ModelRegistry) -> None:
     @app.get(
         "/health",
         operation_id="health",
@@ -291,7 +373,7 @@ def _describe(app: FastAPI, *, needs_key: bool) -> dict[str, Any]:
 def _streamed(whole: type[Any], chunk: type[Any]) -> dict[str, Any]:
     lines = (
         "With `stream`: lines `data: {...}`, each of the shape of "
-        f"`{chunk.__name__}`, and at the end `data: [DONE]`. A fault after the stream began is a "
+        f"`{chunk.__name__}`, and at the end `data: [DONE]`. An error after the stream began is a "
         'line `data: {"error": ...}`.'
     )
     return {

@@ -6,91 +6,88 @@ Format: prometheus.io/docs/instrumenting/exposition_formats. Kept by the event l
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
+from typing import ClassVar
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 
-Labels = Mapping[str, str]
+
+LabelKey = tuple[tuple[str, str], ...]
 
 
 class MetricFamily:
     """One metric with its help; values by label."""
 
-    def __init__(self, name: str, help: str, kind: str) -> None:
-        self.name, self.help, self.kind = name, help, kind
+    kind: ClassVar[str]
 
-    def lines(self) -> Iterable[str]:
+    def __init__(self, name: str, help: str) -> None:
+        self.name, self.help = name, help
+        self.values: dict[LabelKey, float] = {}
+
+    def lines(self) -> Iterator[str]:
         yield f"# HELP {self.name} {self.help}"
         yield f"# TYPE {self.name} {self.kind}"
         yield from self.samples()
 
-    def samples(self) -> Iterable[str]:
-        raise NotImplementedError
+    def samples(self) -> Iterator[str]:
+        for key, value in self.values.items():
+            yield format_sample(self.name, dict(key), value)
 
 
 class Counter(MetricFamily):
     """A number that only grows."""
 
-    def __init__(self, name: str, help: str) -> None:
-        super().__init__(name, help, "counter")
-        self._values: dict[tuple[tuple[str, str], ...], float] = {}
+    kind = "counter"
 
     def add(self, amount: float = 1, **labels: str) -> None:
         key = tuple(labels.items())
-        self._values[key] = self._values.get(key, 0) + amount
-
-    def samples(self) -> Iterable[str]:
-        return (format_sample(self.name, dict(key), value) for key, value in self._values.items())
+        self.values[key] = self.values.get(key, 0) + amount
 
 
 class Gauge(MetricFamily):
-    """A number that is asked for when the page is."""
+    """A number that is set when the page is asked for."""
 
-    def __init__(self, name: str, help: str) -> None:
-        super().__init__(name, help, "gauge")
-        self.values: list[tuple[Labels, float]] = []
+    kind = "gauge"
 
-    def samples(self) -> Iterable[str]:
-        return (format_sample(self.name, labels, value) for labels, value in self.values)
+    def set(self, amount: float, **labels: str) -> None:
+        self.values[tuple(labels.items())] = amount
 
 
 class Histogram(MetricFamily):
-    """How many observations were at most so large."""
+    """How many observations were at most so large; `values` are their sums."""
+
+    kind = "histogram"
 
     def __init__(self, name: str, help: str, bounds: tuple[float, ...]) -> None:
-        super().__init__(name, help, "histogram")
+        super().__init__(name, help)
         self._bounds = bounds
-        self._counts: dict[tuple[tuple[str, str], ...], list[int]] = {}
-        self._sums: dict[tuple[tuple[str, str], ...], float] = {}
+        self._counts: dict[LabelKey, list[int]] = {}
 
     def observe(self, value: float, **labels: str) -> None:
         key = tuple(labels.items())
         counts = self._counts.setdefault(key, [0] * (len(self._bounds) + 1))
         counts[bisect_left(self._bounds, value)] += 1
-        self._sums[key] = self._sums.get(key, 0.0) + value
+        self.values[key] = self.values.get(key, 0.0) + value
 
-    def samples(self) -> Iterable[str]:
+    def samples(self) -> Iterator[str]:
         for key, counts in self._counts.items():
-            labels, total = dict(key), 0
-            for bound, count in zip((*self._bounds, None), counts, strict=True):
-                total += count
-                upto = "+Inf" if bound is None else f"{bound:g}"
-                yield format_sample(f"{self.name}_bucket", {**labels, "le": upto}, total)
-            yield format_sample(f"{self.name}_sum", labels, self._sums[key])
-            yield format_sample(f"{self.name}_count", labels, total)
+            labels = dict(key)
+            bounds = (*(f"{bound:g}" for bound in self._bounds), "+Inf")
+            for bound, total in zip(bounds, accumulate(counts), strict=True):
+                yield format_sample(f"{self.name}_bucket", {**labels, "le": bound}, total)
+            yield format_sample(f"{self.name}_sum", labels, self.values[key])
+            yield format_sample(f"{self.name}_count", labels, sum(counts))
 
 
-def format_sample(name: str, labels: Labels, value: float) -> str:
+def format_sample(name: str, labels: Mapping[str, str], value: float) -> str:
     """One line: a name, its labels, a number."""
-    pairs = ",".join(f'{key}="{_escaped(text)}"' for key, text in labels.items())
+    escapes = str.maketrans({"\\": r"\\", "\n": r"\n", '"': r"\""})
+    pairs = ",".join(f'{key}="{text.translate(escapes)}"' for key, text in labels.items())
     number = f"{value:d}" if isinstance(value, int) else repr(value)
     return f"{name}{{{pairs}}} {number}" if pairs else f"{name} {number}"
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
 
 
 class Metrics:

@@ -9,10 +9,11 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
+from functools import partial
 
 from tightfit.engines.protocol import Delta, Done, Engine, Event, Failed, Request, Ticket
-from tightfit.serving.http.errors import ApiError, unknown_model
 from tightfit.serving.http.metrics import Metrics
+from tightfit.serving.http.schemas import ApiError, unknown_model
 
 
 class ClientGoneError(Exception):
@@ -49,7 +50,7 @@ class EngineJob:
             try:
                 if self._is_cancelled:
                     raise self._stopped_by or ClientGoneError()
-                ticket = self._engine.submit(request, self._listener(index))
+                ticket = self._engine.submit(request, partial(self._pass_on, index))
             except Exception as error:  # those after it were never handed in
                 for unsent in range(index, len(self._requests)):
                     self._pass_on(unsent, Failed(error=error))
@@ -69,9 +70,9 @@ class EngineJob:
         self._cancel_tickets()
 
     async def events(self) -> AsyncIterator[tuple[int, Event]]:
-        """The number of the request and what became of it, until all have ended."""
-        num_told = 0
-        while num_told < len(self._requests):
+        """The number of the request and its next event, until all have ended."""
+        num_ended = 0
+        while num_ended < len(self._requests):
             await self._news.wait()
             self._news.clear()
             if self._stopped_by is not None:
@@ -81,7 +82,7 @@ class EngineJob:
             for index, pieces in waiting.items():
                 yield index, Delta(text="".join(pieces))
             for index, event in ended:
-                num_told += 1
+                num_ended += 1
                 yield index, event
 
     def _cancel_tickets(self) -> None:
@@ -90,9 +91,6 @@ class EngineJob:
             tickets = tuple(self._tickets)
         for ticket in tickets:
             ticket.cancel()
-
-    def _listener(self, index: int) -> Callable[[Event], None]:
-        return lambda event: self._pass_on(index, event)
 
     def _pass_on(self, index: int, event: Event) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
@@ -142,7 +140,7 @@ class ServedModel:
         self.jobs: set[EngineJob] = set()
         self.num_owed = 0
         """Answers submitted to the engine, or about to be, that have not ended."""
-        self.desk = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tightfit-prompts")
+        self.encoder = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tightfit-prompts")
         """Where templates and tokenizers run, so that a long prompt holds up no other stream."""
         self._capacity = engine.info.num_slots + max_queue
         self._metrics = metrics
@@ -170,10 +168,6 @@ class ServedModel:
                 headers={"Retry-After": str(RETRY_SECONDS)},
             )
         self.num_owed += num_answers
-
-    def forget(self, num_answers: int) -> None:
-        """Release places that no job took."""
-        self.num_owed -= num_answers
 
     def start(self, requests: Sequence[Request]) -> EngineJob:
         """A job for requests that were admitted; its places come back as the engine ends them."""
@@ -227,7 +221,8 @@ class ModelRegistry:
         if name is None:
             if len(known) == 1:
                 return known[0]
-            raise ApiError(400, f"Name one of the models in `model`: {_ids(known)}.", param="model")
+            ids = ", ".join(f"`{model.id}`" for model in known)
+            raise ApiError(400, f"Name one of the models in `model`: {ids}.", param="model")
         for model in known:
             if name in model.names:
                 return model
@@ -256,11 +251,22 @@ class ModelRegistry:
                 job.stop(reason())
 
     def render_metrics(self) -> str:
-        """The metrics page, with the lines before the models as they are now."""
+        """The metrics page, with every model's queue as it is now."""
         metrics = self.metrics
-        metrics.running.values = [({"model": m.id}, m.num_running) for m in self.models]
-        metrics.waiting.values = [({"model": m.id}, m.num_waiting) for m in self.models]
-        metrics.info.values = [(_labels(model), 1) for model in self.models]
+        for model in self.models:
+            info = model.engine.info
+            metrics.running.set(model.num_running, model=model.id)
+            metrics.waiting.set(model.num_waiting, model=model.id)
+            metrics.info.set(
+                1,
+                model=model.id,
+                engine=info.engine,
+                version=info.version,
+                format=info.format,
+                device=info.device,
+                slots=str(info.num_slots),
+                max_context=str(info.max_context),
+            )
         return metrics.render()
 
 
@@ -271,20 +277,3 @@ def shutting_down_error() -> ApiError:
         code="shutting_down",
         headers={"Retry-After": str(LOADING_RETRY_SECONDS)},
     )
-
-
-def _ids(models: Sequence[ServedModel]) -> str:
-    return ", ".join(f"`{model.id}`" for model in models)
-
-
-def _labels(model: ServedModel) -> dict[str, str]:
-    info = model.engine.info
-    return {
-        "model": model.id,
-        "engine": info.engine,
-        "version": info.version,
-        "format": info.format,
-        "device": info.device,
-        "slots": str(info.num_slots),
-        "max_context": str(info.max_context),
-    }

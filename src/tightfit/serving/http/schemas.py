@@ -1,16 +1,19 @@
-"""Request and response bodies of the HTTP API, in OpenAI's format.
+"""Bodies of the HTTP API in OpenAI's format: requests, answers and errors.
 
 Unknown request fields are ignored. A field that would change the answer and that no engine
-supports is refused; its schema accepts only the value that requests nothing.
+supports has a schema that accepts only the value that requests nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from fastapi import HTTPException, Response
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from tightfit.core.errors import UserError
 
 MAX_CHOICES = 16
 MAX_ANSWERS = 64
@@ -33,7 +36,8 @@ Text = Annotated[str, AfterValidator(_require_characters)]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 StopText = Annotated[Text, Field(max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
-Nothing = Annotated[list[Any], Field(max_length=0)]
+NoItems = Annotated[list[Any], Field(max_length=0)]
+NoKeys = Annotated[dict[str, Any], Field(max_length=0)]
 Zero = Annotated[float, Field(ge=0, le=0)]
 
 
@@ -47,66 +51,6 @@ class StreamOptions(_RequestBody):
 
     include_usage: bool | None = None
     """One more event before the end, with the number of tokens."""
-
-
-def _is_unset(value: Any) -> bool:
-    return not value
-
-
-def _is_text(value: Any) -> bool:
-    return value is None or (isinstance(value, dict) and value.get("type") in (None, "text"))
-
-
-_TEXT_ONLY = "Only text goes in and comes out here"
-_UNSUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "logprobs": (
-        lambda value: value in (None, False),
-        "Log probabilities are not available: leave `logprobs` out.",
-    ),
-    "top_logprobs": (
-        lambda value: value in (None, 0),
-        "Log probabilities are not available: leave `top_logprobs` out.",
-    ),
-    "tools": (_is_unset, "Tools are not supported: leave `tools` out."),
-    "functions": (_is_unset, "Functions are not supported: leave `functions` out."),
-    "tool_choice": (
-        lambda value: value in (None, "none", "auto"),
-        "Tools are not supported: leave `tool_choice` out.",
-    ),
-    "function_call": (
-        lambda value: value in (None, "none", "auto"),
-        "Functions are not supported: leave `function_call` out.",
-    ),
-    "audio": (_is_unset, f"{_TEXT_ONLY}: leave `audio` out."),
-    "modalities": (
-        lambda value: value in (None, [], ["text"]),
-        f'{_TEXT_ONLY}: leave `modalities` out, or send ["text"].',
-    ),
-    "response_format": (
-        _is_text,
-        "Answers cannot be held to a format: leave `response_format` out and ask for it in words.",
-    ),
-    "frequency_penalty": (
-        _is_unset,
-        "`frequency_penalty` is not supported; `repetition_penalty` is.",
-    ),
-    "presence_penalty": (
-        _is_unset,
-        "`presence_penalty` is not supported; `repetition_penalty` is.",
-    ),
-    "logit_bias": (_is_unset, "`logit_bias` is not supported: leave it out."),
-    "suffix": (_is_unset, "`suffix` is not supported: leave it out."),
-    "echo": (_is_unset, "`echo` is not supported: the prompt is not sent back."),
-    "best_of": (
-        lambda value: value in (None, 1),
-        "`best_of` is not supported: ask for `n` answers and choose.",
-    ),
-}
-
-
-def unsupported_field_error(message: str, param: str) -> PydanticCustomError:
-    """A fault that carries the field's name as callers know it."""
-    return PydanticCustomError("unsupported", "{message}", {"message": message, "param": param})
 
 
 class AnswerRequest(_RequestBody):
@@ -135,18 +79,9 @@ class AnswerRequest(_RequestBody):
     stream_options: StreamOptions | None = None
     frequency_penalty: Zero | None = None
     presence_penalty: Zero | None = None
-    logit_bias: Annotated[dict[str, Any], Field(max_length=0)] | None = None
+    logit_bias: NoKeys | None = None
     user: Any = None
     """Not looked at."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_unsupported(cls, given: Any) -> Any:
-        if isinstance(given, dict):
-            for name, (is_harmless, message) in _UNSUPPORTED.items():
-                if name in given and not is_harmless(given[name]):
-                    raise unsupported_field_error(message, name)
-        return given
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -170,6 +105,9 @@ class ChatMessage(_RequestBody):
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Text | list[TextPart]
+    tool_calls: NoItems | None = None
+    function_call: NoKeys | None = None
+    audio: NoKeys | None = None
 
     @property
     def text(self) -> str:
@@ -192,46 +130,21 @@ class ChatRequest(AnswerRequest):
     """The newer name of `max_tokens`, and stronger than it."""
     logprobs: Literal[False] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
-    tools: Nothing | None = None
+    tools: NoItems | None = None
     tool_choice: Literal["none", "auto"] | None = None
-    functions: Nothing | None = None
+    functions: NoItems | None = None
     function_call: Literal["none", "auto"] | None = None
     response_format: TextFormat | None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
-    audio: Annotated[dict[str, Any], Field(max_length=0)] | None = None
+    audio: NoKeys | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _refuse_other_media(cls, given: Any) -> Any:
-        messages = given.get("messages") if isinstance(given, dict) else None
-        for number, message in enumerate(messages if isinstance(messages, list) else ()):
-            if isinstance(message, dict):
-                _refuse_in(message, f"messages[{number}]")
-        return given
+    @property
+    def num_prompts(self) -> int:
+        return 1
 
     @property
     def most_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
-
-
-def _refuse_in(message: dict[str, Any], place: str) -> None:
-    if message.get("role") in ("tool", "function"):
-        raise unsupported_field_error(
-            "Tools are not supported: leave their messages out.", f"{place}.role"
-        )
-    for name in ("tool_calls", "function_call", "audio"):
-        if message.get(name):
-            raise unsupported_field_error(
-                f"`{name}` is not supported: leave it out.", f"{place}.{name}"
-            )
-    parts = message.get("content")
-    for number, part in enumerate(parts if isinstance(parts, list) else ()):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if isinstance(kind, str) and kind != "text":
-            raise unsupported_field_error(
-                f"{_TEXT_ONLY}: a part of type `{kind[:40]}` is not supported.",
-                f"{place}.content[{number}].type",
-            )
 
 
 class CompletionRequest(AnswerRequest):
@@ -253,18 +166,17 @@ class CompletionRequest(AnswerRequest):
     suffix: Annotated[str, Field(max_length=0)] | None = None
 
     @property
-    def prompts(self) -> tuple[str | tuple[int, ...], ...]:
+    def num_prompts(self) -> int:
+        return len(self.prompts)
+
+    @property
+    def prompts(self) -> list[str | tuple[int, ...]]:
         """Each prompt by itself."""
-        given = self.prompt
-        if isinstance(given, str):
-            return (given,)
-        if isinstance(given[0], int):
-            return (tuple(one for one in given if isinstance(one, int)),)
-        return tuple(one if isinstance(one, str) else tuple(_tokens(one)) for one in given)
-
-
-def _tokens(given: Any) -> list[int]:
-    return list(given)
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
+            given: Any = [self.prompt]
+        else:
+            given = self.prompt
+        return [one if isinstance(one, str) else tuple(one) for one in given]
 
 
 # Response bodies, for the OpenAPI description; `answers.py` writes them.
@@ -290,6 +202,13 @@ class Usage(_ResponseBody):
     prompt_tokens_details: PromptTokensDetails
 
 
+class _AnswerHead(_ResponseBody):
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+
 class AnswerMessage(_ResponseBody):
     role: Literal["assistant"]
     content: str
@@ -303,12 +222,8 @@ class ChatChoice(_ResponseBody):
     finish_reason: Finish
 
 
-class ChatCompletion(_ResponseBody):
-    id: str
+class ChatCompletion(_AnswerHead):
     object: Literal["chat.completion"]
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
 
@@ -325,14 +240,10 @@ class ChatChunkChoice(_ResponseBody):
     finish_reason: Finish | None
 
 
-class ChatChunk(_ResponseBody):
+class ChatChunk(_AnswerHead):
     """One `data:` line of a stream. `usage` is there only where `include_usage` asked for it."""
 
-    id: str
     object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
 
@@ -344,14 +255,10 @@ class CompletionChoice(_ResponseBody):
     finish_reason: Finish | None
 
 
-class Completion(_ResponseBody):
+class Completion(_AnswerHead):
     """A whole answer, or one `data:` line of a stream."""
 
-    id: str
     object: Literal["text_completion"]
-    created: int
-    model: str
-    system_fingerprint: str
     choices: list[CompletionChoice]
     usage: Usage | None = None
 
@@ -379,3 +286,206 @@ class ModelList(_ResponseBody):
 
 class Health(_ResponseBody):
     status: Literal["loading", "ready", "stopping"]
+
+
+# Errors: one body, and one place for every status.
+
+CLIENT_GONE = 499
+"""What the metrics count where nobody was left to answer; never sent."""
+_KINDS = {
+    403: "permission_error",
+    500: "server_error",
+    503: "server_error",
+    504: "timeout_error",
+}
+
+
+class ErrorDetail(_ResponseBody):
+    """What went wrong, for a reader and for a program."""
+
+    message: str
+    type: str
+    param: str | None
+    """The field of the request that it is about."""
+    code: str | None
+
+
+class ErrorBody(_ResponseBody):
+    """The body of every answer that is not a success, in OpenAI's shape."""
+
+    error: ErrorDetail
+
+
+class ApiError(HTTPException):
+    """A refusal with its status; the routes raise it and one handler writes it."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(status_code=status, detail=message, headers=dict(headers or {}))
+        self.code = code
+        self.param = param
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kind = _KINDS.get(self.status_code, "invalid_request_error")
+        detail = {"message": self.detail, "type": kind, "param": self.param, "code": self.code}
+        return {"error": detail}
+
+    def respond(self) -> Response:
+        """The whole HTTP answer."""
+        return Response(
+            json.dumps(self.body),
+            status_code=self.status_code,
+            media_type="application/json",
+            headers=self.headers,
+        )
+
+
+def unknown_model(name: str, known: tuple[str, ...]) -> ApiError:
+    listed = ", ".join(f"`{one}`" for one in known)
+    return ApiError(
+        404,
+        f"The model `{name[:200]}` is not served here. There is: {listed}.",
+        code="model_not_found",
+        param="model",
+    )
+
+
+def prompt_too_long(num_tokens: int, max_context: int, *, param: str) -> ApiError:
+    return ApiError(
+        400,
+        f"The prompt has {num_tokens:,} tokens; prompt and answer together may have "
+        f"{max_context:,}, so at most {max_context - 1:,} are left for the prompt.",
+        code="context_length_exceeded",
+        param=param,
+    )
+
+
+def internal_error() -> ApiError:
+    return ApiError(500, "This is a bug in tightfit.", code="internal_error")
+
+
+def to_api_error(error: Exception) -> ApiError:
+    """What an engine could not do: the caller's to mend, or ours."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, UserError):
+        return ApiError(400, error.problem, code="invalid_request")
+    return ApiError(
+        500, f"The answer could not be made: {type(error).__name__}.", code="internal_error"
+    )
+
+
+_NO_LOGPROBS = "Log probabilities are not available: leave `{name}` out."
+_NO_TOOLS = "Tools are not supported: leave `{name}` out."
+_NO_PENALTY = "`{name}` is not supported; `repetition_penalty` is."
+_NO_FIELD = "`{name}` is not supported: leave it out."
+_TEXT_ONLY = "Only text goes in and comes out here"
+_UNSUPPORTED = {
+    "logprobs": _NO_LOGPROBS,
+    "top_logprobs": _NO_LOGPROBS,
+    "tools": _NO_TOOLS,
+    "tool_choice": _NO_TOOLS,
+    "tool_calls": _NO_TOOLS,
+    "functions": _NO_TOOLS,
+    "function_call": _NO_TOOLS,
+    "role": "Tools are not supported: leave their messages out.",
+    "audio": _TEXT_ONLY + ": leave `audio` out.",
+    "modalities": _TEXT_ONLY + ': leave `modalities` out, or send ["text"].',
+    "type": _TEXT_ONLY + ": a part of type `{value}` is not supported.",
+    "response_format": "Answers cannot be constrained to a format: leave `response_format` out and "
+    "ask for it in words.",
+    "frequency_penalty": _NO_PENALTY,
+    "presence_penalty": _NO_PENALTY,
+    "logit_bias": _NO_FIELD,
+    "suffix": _NO_FIELD,
+    "echo": "`echo` is not supported: the prompt is not sent back.",
+    "best_of": "`best_of` is not supported: ask for `n` answers and choose.",
+}
+"""By field: the error where its value asks for something that no engine does."""
+_FIELDS = frozenset(
+    name
+    for model in (ChatRequest, CompletionRequest, ChatMessage, TextPart, StreamOptions)
+    for name in model.model_fields
+)
+
+
+def from_validation_error(errors: Sequence[Mapping[str, Any]], content_type: str) -> ApiError:
+    """What is wrong with a body: a field that is not supported, else the first thing."""
+    for error in errors:
+        place = error["loc"]
+        name = next((step for step in place if step in _UNSUPPORTED), None)
+        is_known = name == "role" and error["input"] not in ("tool", "function")
+        if name is None or is_known or error["type"] == "missing":
+            continue
+        message = _UNSUPPORTED[name].format(name=name, value=str(error["input"])[:40])
+        param = _path(place[: place.index(name) + 1])
+        return ApiError(400, message, code="unsupported_parameter", param=param)
+    first = errors[0]
+    place = first["loc"]
+    if first["type"] == "json_invalid":
+        reason = first.get("ctx", {}).get("error", "")
+        return ApiError(400, f"The body is not JSON: {reason} at character {place[-1]}.")
+    if len(place) == 1 and "json" not in content_type.lower():
+        return ApiError(400, "Send JSON, with the header `Content-Type: application/json`.")
+    if len(place) == 1:
+        return ApiError(400, "The body must be a JSON object.")
+    param = _path(place)
+    return ApiError(400, f"`{param}`: {first['msg']}.", code="invalid_value", param=param)
+
+
+def _path(place: Sequence[str | int]) -> str:
+    """`messages[0].content`, without the names that pydantic gives to the body and alternatives."""
+    path = ""
+    for step in place:
+        if isinstance(step, int):
+            path += f"[{step}]"
+        elif step in _FIELDS:
+            path += f".{step}" if path else step
+    return path
+
+
+def _documented(description: str, *headers: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"model": ErrorBody, "description": description}
+    if headers:
+        found["headers"] = {name: {"schema": {"type": "string"}} for name in headers}
+    return found
+
+
+PLAIN_ERRORS: dict[int | str, dict[str, Any]] = {
+    401: _documented(
+        "The server asks for a bearer token, and it was missing or wrong (`invalid_api_key`).",
+        "WWW-Authenticate",
+    ),
+    403: _documented(
+        "The Host header names another machine, as a page that rebinds its name would "
+        "(`host_not_allowed`)."
+    ),
+    500: _documented("A bug or a failing engine (`internal_error`)."),
+}
+LISTING_ERRORS = PLAIN_ERRORS | {
+    404: _documented("No such model is served (`model_not_found`)."),
+    503: _documented("The models are still being loaded (`model_loading`).", "Retry-After"),
+}
+ANSWERING_ERRORS = PLAIN_ERRORS | {
+    400: _documented(
+        "The body is not JSON, a field has a wrong value, something is asked for that no engine "
+        "here does (`unsupported_parameter`), or the prompt is longer than the context "
+        "(`context_length_exceeded`)."
+    ),
+    404: _documented("No such model is served (`model_not_found`)."),
+    413: _documented("The body is larger than the server takes (`body_too_large`)."),
+    503: _documented(
+        "The queue is full (`queue_full`), the models are still being loaded (`model_loading`) "
+        "or the server is being stopped (`shutting_down`).",
+        "Retry-After",
+    ),
+    504: _documented("The answer took longer than the server allows (`timeout`)."),
+}

@@ -4,32 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import os
 import signal
 import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 import uvicorn
 
-from tightfit.core.errors import SetupError, UsageError
+from tightfit.core.errors import UsageError
 from tightfit.core.frozen import Frozen
 from tightfit.engines.protocol import Engine
-from tightfit.runtime.artefacts import Artefact, ArtefactKind
+from tightfit.runtime.model_files import Artefact, ArtefactKind
 from tightfit.serving.http.app import ApiSettings, make_api_app
 from tightfit.serving.http.metrics import Metrics
-from tightfit.serving.http.middleware import is_loopback
 from tightfit.serving.http.registry import (
     ModelRegistry,
     ServedModel,
     ServerPhase,
     shutting_down_error,
 )
+from tightfit.serving.sockets import BoundSocket
 
 
 def name_models(
@@ -69,7 +67,7 @@ def _own_name(artefact: Artefact) -> str:
 
 
 def _hub_id(artefact: Artefact) -> str | None:
-    """What the user typed, unless it is a path: those are nobody else's business."""
+    """The name that the user typed; None for a path, which clients need not see."""
     return None if Path(artefact.name).expanduser().exists() else artefact.name
 
 
@@ -79,73 +77,8 @@ CLOSING_SECONDS = 5.0
 """After the answers were stopped, for their last events to be sent."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BoundSocket:
-    """A socket that listens."""
-
-    socket: socket.socket
-    host: str
-    """As it was asked for."""
-    address: str
-    port: int
-
-    @property
-    def is_loopback(self) -> bool:
-        return is_loopback(self.address)
-
-    @property
-    def url(self) -> str:
-        """Where a client on this machine or, bound beyond it, on another one finds the API."""
-        name = self.host
-        if self.address in ("0.0.0.0", "::"):
-            name = socket.gethostname()
-        return f"http://[{name}]:{self.port}" if ":" in name else f"http://{name}:{self.port}"
-
-
-def bind_socket(host: str, port: int) -> BoundSocket:
-    """Take the port before anything is loaded; 0 takes a free one."""
-    try:
-        family, _, _, _, target = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except (OSError, UnicodeError) as error:
-        raise UsageError(
-            f"`--host {host[:80]}` is not an address of this machine.",
-            remedy="--host 127.0.0.1, or 0.0.0.0 for every network",
-        ) from error
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(target)
-    except OSError as error:
-        listener.close()
-        raise _cannot_bind(host, port, error) from error
-    address, taken = listener.getsockname()[:2]
-    return BoundSocket(socket=listener, host=host, address=str(address), port=int(taken))
-
-
-def _cannot_bind(host: str, port: int, error: OSError) -> SetupError | UsageError:
-    if error.errno == errno.EADDRINUSE:
-        return SetupError(
-            f"Port {port} of {host} is taken by another program.",
-            remedy=f"--port {port + 1 if port < 65_535 else 0}, or --port 0 for a free one",
-        )
-    if error.errno in (errno.EACCES, errno.EPERM):
-        return SetupError(
-            f"Port {port} may only be opened by root.", remedy="--port 8000, or --port 0"
-        )
-    return UsageError(
-        f"Cannot listen on {host}:{port}: {error.strerror or error}.",
-        remedy="--host 127.0.0.1, or 0.0.0.0 for every network",
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadedModel:
-    """An engine and every name that requests may call it by; the first is its id."""
-
-    engine: Engine
-    names: tuple[str, ...]
+LoadedModel = tuple[Engine, tuple[str, ...]]
+"""An engine and every name that requests may call it by; the first is its id."""
 
 
 class ApiServer:
@@ -182,7 +115,7 @@ class ApiServer:
         load: Callable[[], Sequence[LoadedModel]],
         on_ready: Callable[[], None] = lambda: None,
     ) -> None:
-        """Listen, load in a thread of its own, answer; a fault of `load` is raised here.
+        """Listen, load in a thread of its own, answer; an error of `load` is raised here.
 
         `on_ready` is called once everything is loaded.
         """
@@ -191,7 +124,7 @@ class ApiServer:
         finally:
             self.bound.socket.close()
             for model in self.registry.models:
-                model.desk.shutdown(wait=False, cancel_futures=True)
+                model.encoder.shutdown(wait=False, cancel_futures=True)
             for engine in dict.fromkeys(self._engines):
                 engine.close()
         if self._error is not None:
@@ -208,40 +141,42 @@ class ApiServer:
     ) -> None:
         loop = asyncio.get_running_loop()
 
-        def open_registry(loaded: Sequence[LoadedModel]) -> None:
-            self.registry.open([self._serve(one) for one in loaded])
-            try:
-                on_ready()
-            except BaseException as error:
-                give_up(error)
-
-        def give_up(error: BaseException) -> None:
-            self._error = error
-            self._server.should_exit = True
-
-        def call_in_loop(function: Callable[..., None], argument: object) -> None:
-            with contextlib.suppress(RuntimeError):  # interrupted, and the loop is gone
-                loop.call_soon_threadsafe(function, argument)
-
         def work() -> None:
+            loaded: Sequence[LoadedModel] = ()
+            error: BaseException | None = None
             try:
                 loaded = load()
-                self._engines.extend(one.engine for one in loaded)
-                call_in_loop(open_registry, loaded)
-            except BaseException as error:
-                call_in_loop(give_up, error)
+                self._engines.extend(engine for engine, _ in loaded)
+            except BaseException as raised:
+                error = raised
+            with contextlib.suppress(RuntimeError):  # interrupted, and the loop is gone
+                loop.call_soon_threadsafe(self._open, loaded, error, on_ready)
 
         # A daemon: an interrupt must not wait for a large model to be read to its end.
         threading.Thread(target=work, name="tightfit-load", daemon=True).start()
         await self._server.serve(sockets=[self.bound.socket])
 
-    def _serve(self, loaded: LoadedModel) -> ServedModel:
-        return ServedModel(
-            loaded.engine,
-            loaded.names,
-            max_queue=self._settings.max_queue,
-            metrics=self.registry.metrics,
-        )
+    def _open(
+        self,
+        loaded: Sequence[LoadedModel],
+        error: BaseException | None,
+        on_ready: Callable[[], None],
+    ) -> None:
+        """Answer from now on, or end with the error of loading."""
+        try:
+            if error is not None:
+                raise error
+            metrics, max_queue = self.registry.metrics, self._settings.max_queue
+            self.registry.open(
+                [
+                    ServedModel(engine, names, max_queue=max_queue, metrics=metrics)
+                    for engine, names in loaded
+                ]
+            )
+            on_ready()
+        except BaseException as raised:
+            self._error = raised
+            self.stop()
 
 
 class _DrainingServer(uvicorn.Server):
@@ -295,7 +230,7 @@ class _DrainingServer(uvicorn.Server):
         self._registry.stop_jobs(shutting_down_error)
 
 
-# What a script needs to know of a server that is ready.
+# What a script reads of a server that is ready.
 
 
 class ReadyModel(Frozen):
@@ -328,6 +263,21 @@ class ServerReady(Frozen):
 def describe_ready(server: ApiServer, *, needs_api_key: bool, made_key: str | None) -> ServerReady:
     """The address and models of a server that is ready."""
     bound = server.bound
+    models = []
+    for model in server.registry.models:
+        info = model.engine.info
+        models.append(
+            ReadyModel(
+                id=model.id,
+                aliases=model.names[1:],
+                engine=info.engine,
+                why=info.why,
+                format=info.format,
+                device=info.device,
+                max_context=info.max_context,
+                num_slots=info.num_slots,
+            )
+        )
     return ServerReady(
         url=bound.url,
         base_url=f"{bound.url}/v1",
@@ -336,19 +286,5 @@ def describe_ready(server: ApiServer, *, needs_api_key: bool, made_key: str | No
         pid=os.getpid(),
         needs_api_key=needs_api_key,
         api_key=made_key,
-        models=tuple(map(_describe_model, server.registry.models)),
-    )
-
-
-def _describe_model(model: ServedModel) -> ReadyModel:
-    info = model.engine.info
-    return ReadyModel(
-        id=model.id,
-        aliases=model.names[1:],
-        engine=info.engine,
-        why=info.why,
-        format=info.format,
-        device=info.device,
-        max_context=info.max_context,
-        num_slots=info.num_slots,
+        models=tuple(models),
     )

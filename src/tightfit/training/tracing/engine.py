@@ -1,40 +1,52 @@
-"""The engine that training would build, on fake tensors, loaded in the real order of allocation.
+"""The engine that training would build, on fake tensors, as rank 0: weights loaded in the real
+order of allocation, DDP's gradient buckets, FSDP2 over a fake process group.
 
-Follows `runtime.load.load_base` and `train.model.prepare_model`. Left out: the norms that DoRA
+Follows `runtime.load.load_base` and `training.model.prepare_model`. Left out: the norms that DoRA
 computes when it is attached, and the second copy of a matrix while it is augmented.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tightfit.core.dtypes import Dtype
-from tightfit.core.strategy import Method, Strategy
-from tightfit.core.training import DEFAULT_LEARNING_RATES, Training
+from tightfit.core.settings import Sharding
+from tightfit.core.strategy import Strategy, Training, default_learning_rate
 from tightfit.runtime.attention import choose_attention_name
 from tightfit.runtime.kernels.fp8 import FP8, scale_matrix
 from tightfit.runtime.kernels.fused_lora import is_augmented
 from tightfit.runtime.layers import decoder_layers, is_dequantized
-from tightfit.runtime.load import LoadRequest, list_4bit_widths, load_meta, quantize_and_dequantize
+from tightfit.runtime.load import (
+    list_4bit_widths,
+    load_meta,
+    materialize_empty,
+    plain_dtype,
+    quantize_and_dequantize,
+)
 from tightfit.trace.recorder import Recorder
-from tightfit.trace.recording import GRADIENTS, LOAD_RESERVE, OPTIMIZER, TEMPORARY
-from tightfit.training.engine import SyncedGradScaler, TorchEngine
-from tightfit.training.model import Objective, prepare_model
-from tightfit.training.optimizers import build_optimizer
+from tightfit.trace.recording import COMMUNICATION, GRADIENTS, LOAD_RESERVE, OPTIMIZER, TEMPORARY
+from tightfit.training.distributed import DistContext
+from tightfit.training.engine import TorchEngine
+from tightfit.training.model import Objective, build_optimizer, prepare_model
+from tightfit.training.sharding import Sharder
 from tightfit.training.step import Update
 from tightfit.training.tracing.fake_kernels import (
     Nf4Values,
+    dequantize_nf4,
     is_quantized_parameter,
     make_quantization_map,
     quantize_meta_fake,
+    quantize_nf4,
     quantize_on_gpu,
 )
 
@@ -57,12 +69,12 @@ def load_fake_weights(
     In the order of transformers' loader, or of `make_random_model` if `has_random_weights`.
     """
     loading = _Loading(module, strategy, device, recorder)
-    if has_random_weights:
-        loading.load_base(loading.order_random())
-    else:
-        loading.warm_up()
-        loading.load_base(loading.order_read())
-    _place_buffers(module, device)
+    loading.load_base(has_random_weights=has_random_weights)
+    # Buffers that no checkpoint holds are allocated last.
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                part._buffers[name] = torch.empty_like(buffer, device=device)
     for width in loading.list_4bit_widths():
         quantize_and_dequantize(width, device)
     loading.cast(loading.base)
@@ -72,14 +84,6 @@ def load_fake_weights(
     loading.use_fp8()
 
 
-def _place_buffers(module: nn.Module, device: torch.device) -> None:
-    """Buffers that no checkpoint holds are allocated last."""
-    for part in module.modules():
-        for name, buffer in part._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                part._buffers[name] = torch.empty_like(buffer, device=device)
-
-
 class _Loading:
     """Allocates one model's tensors; parameters have the names of the prepared model."""
 
@@ -87,17 +91,20 @@ class _Loading:
         self, module: nn.Module, strategy: Strategy, device: torch.device, recorder: Recorder
     ) -> None:
         self._module = module
+        self._strategy = strategy
         self._device = device
         self._recorder = recorder
-        self._plain = LoadRequest.from_strategy(strategy, is_packed=False).plain_dtype
-        self._is_raised = strategy.weights.is_quantized and strategy.upcast_unquantized
-        self._has_nested = strategy.weights is Dtype.NF4 and strategy.double_quant
+        self._plain = plain_dtype(strategy)
         self._final: dict[str, Any] = dict(module.named_parameters())
         self.added = [n for n in self._final if _is_added(n)]
         """Adapters, and trained copies of whole modules."""
         self.base = [n for n in self._final if not _is_added(n)]
-        self._homes = _find_homes(module)
-        self._nested = strategy.double_quant
+        self._homes: dict[int, list[tuple[nn.Module, str]]] = {}
+        """The modules that hold each parameter; tied ones have several."""
+        for owner in module.modules():
+            for name, parameter in owner._parameters.items():
+                if parameter is not None:
+                    self._homes.setdefault(id(parameter), []).append((owner, name))
         self._codes: dict[str, Nf4Values] = {}
         """The codes of matrices that are yet to be dequantized."""
         self._dequantized = [
@@ -109,39 +116,35 @@ class _Loading:
             for parameter in layer.parameters()
         }
 
-    def warm_up(self) -> None:
-        """`caching_allocator_warmup` of transformers: allocates and frees all weights' bytes."""
-        sizes = [self._count_bytes(name) for name in self.base]
-        self._recorder.purpose = LOAD_RESERVE
-        torch.empty(sum(sizes) // 2, dtype=torch.float16, device=self._device)
-        self._recorder.purpose = None
-
-    def order_read(self) -> list[str]:
-        """The base's tensors as `convert_and_load_state_dict_in_model` sorts them.
-
-        It reads unquantized ones in four threads, so neighbours may swap.
-        """
-        return sorted(self.base, key=_sort_key)
-
-    def order_random(self) -> list[str]:
-        """Quantized matrices and their biases first, then all others."""
-        return sorted(self.base, key=lambda name: not self._is_quantized(_weight_beside(name)))
-
     def list_4bit_widths(self) -> list[int]:
         """The widths that `check_dequantization` finds before any matrix is dequantized."""
         widths = {self._final[name].shape[1] for name in self._dequantized}
         return sorted(widths | set(list_4bit_widths(self._module)))
 
-    def load_base(self, names: list[str]) -> None:
-        if self._has_nested:
-            self._recorder.purpose = TEMPORARY  # of the process, not of the model
-            make_quantization_map(self._device)
-            self._recorder.purpose = None
+    def load_base(self, *, has_random_weights: bool) -> None:
+        """As `make_random_model`: quantized matrices and their biases first, then all others. Else
+        as `convert_and_load_state_dict_in_model` of transformers, which reads unquantized tensors
+        in four threads, so neighbours may swap."""
+        if has_random_weights:
+            names = sorted(self.base, key=lambda name: not self._is_quantized_layer(name))
+        else:
+            # `caching_allocator_warmup` of transformers allocates and frees all weights' bytes.
+            num_bytes = sum(self._count_bytes(name) for name in self.base)
+            with self._recorder.setting("purpose", LOAD_RESERVE):
+                torch.empty(num_bytes // 2, dtype=torch.float16, device=self._device)
+            names = sorted(self.base, key=_sort_key)
+        if self._strategy.weights is Dtype.NF4 and self._strategy.double_quant:
+            # A table of the process, not of the model.
+            with self._recorder.setting("purpose", TEMPORARY):
+                make_quantization_map(self._device)
         for name in names:
             final = self._final[name]
             with self._at(name):
                 if name in self._dequantized:
-                    self._codes[name] = self._pack(name)
+                    values = torch.empty_like(final, dtype=self._plain, device=self._device)
+                    double_quant = self._strategy.double_quant
+                    self._codes[name] = quantize_nf4(values, double_quant=double_quant)
+                    del values  # before the next matrix is read
                 elif is_quantized_parameter(final):
                     owner = self._module.get_submodule(name.rpartition(".")[0])
                     self._put(name, quantize_on_gpu(final, owner, self._plain, self._device))
@@ -154,7 +157,7 @@ class _Loading:
             if self._final[name].dtype is FP8:
                 continue  # it waits
             with self._at(name):
-                values = self._codes.pop(name).dequantize()
+                values = dequantize_nf4(self._codes.pop(name))
                 if is_augmented(self._final[name]):
                     self._put_empty(name, values.dtype)
                 else:
@@ -187,8 +190,9 @@ class _Loading:
                     self._put(name, nn.Parameter(values, requires_grad=False))
 
     def _take_matrix(self, name: str) -> Tensor:
+        """The matrix; its codes are freed when this returns."""
         codes = self._codes.pop(name, None)
-        return self._module.get_parameter(name).detach() if codes is None else codes.dequantize()
+        return self._module.get_parameter(name).detach() if codes is None else dequantize_nf4(codes)
 
     def _put_empty(self, name: str, dtype: torch.dtype) -> None:
         """With its augmented columns, though training adds them later."""
@@ -204,16 +208,15 @@ class _Loading:
         for owner, own in self._homes[id(self._final[name])]:
             owner._parameters[own] = parameter
 
-    def _pack(self, name: str) -> Nf4Values:
-        values = torch.empty_like(self._final[name], dtype=self._plain, device=self._device)
-        return Nf4Values.of(values, double_quant=self._nested)
-
-    def _is_quantized(self, name: str) -> bool:
-        return name in self._dequantized or is_quantized_parameter(self._final.get(name))
+    def _is_quantized_layer(self, name: str) -> bool:
+        """Whether the matrix of this parameter's layer is quantized when it is loaded."""
+        weight = f"{name.rpartition('.')[0]}.weight"
+        return weight in self._dequantized or is_quantized_parameter(self._final.get(weight))
 
     def _read_dtype(self, final: Tensor) -> torch.dtype:
-        is_cast_later = self._is_raised or final.dtype is FP8
-        return self._plain if is_cast_later else final.dtype
+        strategy = self._strategy
+        is_raised = strategy.weights.is_quantized and strategy.upcast_unquantized
+        return self._plain if is_raised or final.dtype is FP8 else final.dtype
 
     def _count_bytes(self, name: str) -> int:
         """As transformers counts: codes without their scales."""
@@ -249,22 +252,8 @@ class _Loading:
             recorder.layer = None
 
 
-def _weight_beside(name: str) -> str:
-    return f"{name.rpartition('.')[0]}.weight"
-
-
 def _is_added(name: str) -> bool:
     return any(part.startswith(_ADAPTER) or part == _COPY for part in name.split("."))
-
-
-def _find_homes(module: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
-    """The modules that hold each parameter; tied ones have several."""
-    homes: dict[int, list[tuple[nn.Module, str]]] = {}
-    for owner in module.modules():
-        for name, parameter in owner._parameters.items():
-            if parameter is not None:
-                homes.setdefault(id(parameter), []).append((owner, name))
-    return homes
 
 
 def _sort_key(name: str) -> list[tuple[bool, int, str]]:
@@ -280,10 +269,9 @@ FAKE_DEVICE = torch.device("cpu")
 
 
 def make_training(strategy: Strategy, folder: Path, *, random_weights: bool = False) -> Training:
-    method = strategy.method if strategy.method in DEFAULT_LEARNING_RATES else Method.LORA
     return Training(
         model_path=str(folder),
-        learning_rate=DEFAULT_LEARNING_RATES[method],
+        learning_rate=default_learning_rate(strategy.method, strategy.optimizer),
         random_weights=random_weights,
     )
 
@@ -292,36 +280,10 @@ def build_meta_module(
     folder: Path, strategy: Strategy, training: Training, *, has_varlen: bool
 ) -> Objective:
     """The plan's Objective on the meta device."""
-    request = LoadRequest.from_strategy(strategy, is_packed=strategy.packing)
-    name = choose_attention_name(strategy, is_packed=strategy.packing, has_varlen=has_varlen)
-    model = load_meta(folder, replace(request, attention=name))
-    quantize_meta_fake(model, request)
+    attention = choose_attention_name(strategy, has_varlen=has_varlen)
+    model = load_meta(folder, strategy, attention=attention)
+    quantize_meta_fake(model, strategy)
     return Objective.from_strategy(prepare_model(model, strategy, training), strategy)
-
-
-def build_fake_engine(
-    module: Objective, strategy: Strategy, training: Training, recorder: Recorder
-) -> TorchEngine:
-    """The engine of a single GPU. Call inside the fake mode and the recorder."""
-    has_random_weights = training.random_weights
-    load_fake_weights(
-        module, strategy, FAKE_DEVICE, recorder=recorder, has_random_weights=has_random_weights
-    )
-    optimizer = build_optimizer(module.named_parameters(), strategy.optimizer, training)
-    return TorchEngine(
-        module,
-        optimizer,
-        strategy=strategy,
-        device=FAKE_DEVICE,
-        max_grad_norm=training.max_grad_norm,
-    )
-
-
-class NeverOverflowScaler(SyncedGradScaler):
-    """Reports no overflow: fake gradients have no values, and a skipped update no state."""
-
-    def has_overflowed(self, _optimizer: Optimizer) -> bool:
-        return False
 
 
 class MicroBatchesDifferError(Exception):
@@ -338,9 +300,9 @@ class RecordedEngine:
     def __init__(self, engine: Any, recorder: Recorder, num_repeated: int = 0) -> None:
         self._engine: Any = engine
         if isinstance(engine, TorchEngine):
-            engine.scaler = NeverOverflowScaler(
-                engine.device.type, enabled=engine.scaler.is_enabled()
-            )
+            # Fake gradients have no values, and a skipped update would have no state.
+            scaler: Any = engine.scaler
+            scaler.has_overflowed = lambda _optimizer: False
         self._recorder = recorder
         self._num_repeated = num_repeated
         self._num_run = 0
@@ -376,14 +338,227 @@ class RecordedEngine:
         recorder.stage = "update"
         recorder.mark(list_local_tensors(p.grad for p in self.module.parameters()), GRADIENTS)
         update: Update = self._engine.update(learning_rate)
-        states = self._engine.optimizer.state.values()
-        recorder.mark(
-            list_local_tensors(value for state in states for value in state.values()), OPTIMIZER
-        )
+        mark_optimizer_state(self._engine.optimizer, recorder)
         return update
+
+
+def mark_optimizer_state(optimizer: Any, recorder: Recorder) -> None:
+    values = (value for state in optimizer.state.values() for value in state.values())
+    recorder.mark(list_local_tensors(values), OPTIMIZER)
 
 
 def list_local_tensors(values: Any) -> list[Tensor]:
     """This rank's tensors among `values`."""
     tensors = [value for value in values if isinstance(value, Tensor)]
     return [getattr(tensor, "_local_tensor", tensor) for tensor in tensors]
+
+
+# Rank 0 of a distributed job in one process
+
+FIRST_BUCKET_BYTES = 2**20
+BUCKET_BYTES = 25 * 2**20
+"""DDP's defaults, `dist._DEFAULT_FIRST_BUCKET_BYTES` and `bucket_cap_mb`."""
+
+
+class FakeDdpEngine(TorchEngine):
+    """Gradients are views of DDP's buckets, as torch's Reducer lays them out.
+
+    Buckets live for the whole job. A gradient is allocated outside, copied into its view and
+    freed; under `no_sync` it stays outside until the last micro-batch. The first step has one
+    bucket per dtype; before the second they are rebuilt in the order in which gradients came.
+    Source: torch reducer.cpp, `initialize_buckets`, `mark_variable_ready_dense`.
+    """
+
+    def __init__(self, *args: Any, recorder: Recorder, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._recorder = recorder
+        self._buckets: list[Tensor] = []
+        self._views: dict[nn.Parameter, Tensor] = {}
+        self._arrived: list[nn.Parameter] = []
+        self._is_rebuilt = False
+        self._is_exchanging = True
+        parameters: list[Any] = [p for p in self.module.parameters() if p.requires_grad]
+        self._lay_out(parameters, [sys.maxsize])
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self._take)
+        self.module.register_forward_pre_hook(self._before_forward)
+
+    @contextmanager
+    def accumulate(self, *, is_last: bool) -> Iterator[None]:
+        self._is_exchanging = is_last
+        yield
+
+    def _before_forward(self, *_: Any) -> None:
+        if torch.is_grad_enabled() and self._arrived and not self._is_rebuilt:
+            self._lay_out(self._arrived, [FIRST_BUCKET_BYTES, BUCKET_BYTES])
+            self._is_rebuilt = True
+
+    def _lay_out(self, parameters: list[nn.Parameter], limits: list[int]) -> None:
+        assign: Any = vars(dist)["_compute_bucket_assignment_by_size"]
+        groups, _ = assign(parameters, limits, [False] * len(parameters))
+        self._views.clear()
+        self._buckets.clear()
+        for group in groups:
+            members = [parameters[index] for index in group]
+            first = members[0]
+            bucket: Any = torch.empty(
+                sum(p.numel() for p in members), dtype=first.dtype, device=first.device
+            )
+            self._recorder.hold([bucket], GRADIENTS)
+            self._buckets.append(bucket)
+            parts = bucket.split([p.numel() for p in members])
+            for parameter, part in zip(members, parts, strict=True):
+                self._views[parameter] = part.view(parameter.shape)
+
+    def _take(self, parameter: nn.Parameter) -> None:
+        if parameter.grad is None:
+            return
+        if not self._is_exchanging:
+            self._recorder.mark([parameter.grad], GRADIENTS)
+            return
+        if not self._is_rebuilt:
+            self._arrived.append(parameter)
+        view = self._views[parameter]
+        with torch.no_grad():
+            view.copy_(parameter.grad)
+        parameter.grad = view
+
+
+_SHAPE_PROPAGATION = "_propagate_tensor_meta_non_cached"
+"""DTensor runs each operation once on full shapes to infer the result's; not a real allocation."""
+_COLLECTIVE_METHODS = ("unshard", "wait_for_unshard", "post_backward")
+"""Methods of FSDP2's parameter groups that allocate for collectives."""
+
+
+@contextmanager
+def fake_process_group(strategy: Strategy) -> Iterator[DistContext]:
+    """Rank 0 of the strategy's world; for FSDP2 a process group whose collectives do nothing.
+
+    It is destroyed at the end, and DTensor's caches, which refer to its meshes, are cleared.
+    """
+    context = DistContext(
+        rank=0,
+        local_rank=0,
+        world_size=strategy.world_size,
+        local_world_size=strategy.gpus_per_node,
+        device=FAKE_DEVICE,
+    )
+    if strategy.sharding is Sharding.ZERO3:
+        from tightfit.training.tracing.zero import deepspeed_linear
+
+        with deepspeed_linear():
+            yield context
+        return
+    if not strategy.sharding.is_fsdp:
+        yield context
+        return
+    from torch.distributed.tensor import DTensor, debug
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=context.world_size)
+    try:
+        yield context
+    finally:
+        dist.destroy_process_group()
+        # Cached sharding rules hold meshes of destroyed groups.
+        clear: Any = getattr(debug, "_clear_sharding_prop_cache", None)
+        if clear is None:  # before torch 2.10 there is only the Python cache
+            clear = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear
+        clear()
+
+
+def build_fake_engine(
+    module: nn.Module,
+    strategy: Strategy,
+    training: Training,
+    *,
+    context: DistContext,
+    recorder: Recorder,
+) -> Any:
+    """The engine of rank 0 that `train` would build. Call inside the fake mode and the recorder."""
+    if strategy.sharding is Sharding.ZERO3:
+        from tightfit.training.tracing.zero import FakeZero3Engine
+
+        return FakeZero3Engine(
+            module, training, strategy=strategy, context=context, recorder=recorder
+        )
+    if strategy.sharding.is_fsdp:
+        shard_fake(module, strategy, context)
+    else:
+        load_fake_weights(
+            module,
+            strategy,
+            context.device,
+            recorder=recorder,
+            has_random_weights=training.random_weights,
+        )
+    optimizer = build_optimizer(module.named_parameters(), strategy.optimizer, training)
+    if strategy.sharding.is_zero:
+        from tightfit.training.tracing.zero import FakeZeroEngine
+
+        return FakeZeroEngine(
+            module, optimizer, strategy=strategy, context=context, recorder=recorder
+        )
+    settings: dict[str, Any] = {
+        "strategy": strategy,
+        "device": context.device,
+        "world_size": context.world_size,
+        "max_grad_norm": training.max_grad_norm,
+    }
+    if strategy.sharding is Sharding.DDP:
+        return FakeDdpEngine(module, optimizer, recorder=recorder, **settings)
+    return TorchEngine(module, optimizer, **settings)
+
+
+def shard_fake(module: nn.Module, strategy: Strategy, context: DistContext) -> None:
+    """As `load_sharded`: allocate and shard each layer, then the rest."""
+    with _disable_current_modes():
+        sharder = Sharder(strategy, context)  # a mesh reads its own values
+    for layer in decoder_layers(module):
+        materialize_empty(layer, context.device)
+        sharder.shard_layer(layer)
+    materialize_empty(module, context.device)
+    sharder.shard_rest(module)
+
+
+@contextmanager
+def record_fsdp(recorder: Recorder) -> Iterator[None]:
+    """Record what FSDP2 does outside of operations, and hide DTensor's shape propagation.
+
+    On a CPU mesh FSDP2 takes the same steps as on GPUs and keeps buffers for the same time; its
+    streams and events do nothing, but tell the recorder which stream allocates.
+    """
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    resize: Any = torch.UntypedStorage.resize_
+
+    def resize_and_record(storage: torch.UntypedStorage, size: int) -> Any:
+        result = resize(storage, size)
+        recorder.resized(storage)
+        return result
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(torch.UntypedStorage, "resize_", resize_and_record))
+        stack.enter_context(
+            _wrapped(
+                ShardingPropagator,
+                _SHAPE_PROPAGATION,
+                lambda: recorder.setting("is_paused", True),
+            )
+        )
+        for name in _COLLECTIVE_METHODS:
+            stack.enter_context(
+                _wrapped(FSDPParamGroup, name, lambda: recorder.setting("purpose", COMMUNICATION))
+            )
+        yield
+
+
+def _wrapped(owner: type, name: str, make_context: Callable[[], Any]) -> Any:
+    inner: Any = getattr(owner, name)
+
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        with make_context():
+            return inner(*args, **kwargs)
+
+    return patch.object(owner, name, inside)

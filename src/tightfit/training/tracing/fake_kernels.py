@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -14,15 +13,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tightfit.core.errors import SetupError
-from tightfit.core.strategy import Loss, Strategy
-from tightfit.planning.requirements import BITSANDBYTES
+from tightfit.core.settings import Loss
+from tightfit.core.strategy import Strategy
+from tightfit.planning.plan import BITSANDBYTES
 from tightfit.runtime.kernels import fp8
 from tightfit.runtime.libraries import silence_libraries
 from tightfit.runtime.load import (
-    LoadRequest,
     list_quantizable,
     make_quantized_linear,
     mark_quantized,
+    plain_dtype,
     quantized_parameter,
 )
 from tightfit.trace.kernel_stubs import (
@@ -40,14 +40,24 @@ _FAKE_CLASSES = {name: type(name, (FakeTensor,), {}) for name in ("Params4bit", 
 """peft recognizes quantized weights by class name, which fake tensors must carry."""
 
 
-def quantize_meta_fake(model: Any, request: LoadRequest) -> None:
+def quantize_meta_fake(model: Any, strategy: Strategy) -> None:
     """Quantize a model on the meta device as loading would have."""
-    if not request.weights.is_quantized:
+    if not strategy.weights.is_quantized:
         return
     for name, linear in list_quantizable(model):
-        model.set_submodule(name, _quantize_linear(linear, request))
-    mark_quantized(model, request)
+        new = make_quantized_linear(linear, strategy)
+        shape = (new.out_features, new.in_features)
+        values = torch.empty(shape, dtype=plain_dtype(strategy), device=_META)
+        new.weight = quantized_parameter(values, new, strategy)._quantize(_META)
+        model.set_submodule(name, new.requires_grad_(False))
+    mark_quantized(model, strategy)
     model.train()
+
+
+def _bitsandbytes() -> Any:
+    from bitsandbytes import functional
+
+    return functional  # not annotated
 
 
 def quantize_on_gpu(weight: Any, owner: nn.Module, dtype: torch.dtype, device: torch.device) -> Any:
@@ -57,9 +67,7 @@ def quantize_on_gpu(weight: Any, owner: nn.Module, dtype: torch.dtype, device: t
     values go back to the host first, and stay allocated meanwhile.
     Source: `Bnb4bitQuantize` and `Bnb8bitQuantize` of transformers. Inside the fake mode.
     """
-    from bitsandbytes import functional
-
-    bnb: Any = functional  # not annotated
+    bnb = _bitsandbytes()
     if type(weight).__name__ == "Int8Params":
         values = torch.empty(weight.shape, dtype=dtype, device=device)
         again = torch.empty_like(values, dtype=torch.float16)
@@ -82,30 +90,21 @@ def quantize_on_gpu(weight: Any, owner: nn.Module, dtype: torch.dtype, device: t
     return placed
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Nf4Values:
-    """nf4 codes of a matrix that will be dequantized. Inside the fake mode."""
+Nf4Values = tuple[Tensor, Any]
+"""nf4 codes of a matrix that will be dequantized, and their state."""
 
-    codes: Tensor
-    state: Any
 
-    @classmethod
-    def of(cls, values: Tensor, *, double_quant: bool) -> Nf4Values:
-        """As `Params4bit` quantizes them."""
-        from bitsandbytes import functional
+def quantize_nf4(values: Tensor, *, double_quant: bool) -> Nf4Values:
+    """As `Params4bit` quantizes them. Inside the fake mode."""
+    quantized: Nf4Values = _bitsandbytes().quantize_4bit(
+        values, compress_statistics=double_quant, quant_type="nf4", quant_storage=torch.uint8
+    )
+    return quantized
 
-        bnb: Any = functional  # not annotated
-        codes, state = bnb.quantize_4bit(
-            values, compress_statistics=double_quant, quant_type="nf4", quant_storage=torch.uint8
-        )
-        return cls(codes=codes, state=state)
 
-    def dequantize(self) -> Tensor:
-        from bitsandbytes import functional
-
-        bnb: Any = functional  # not annotated
-        values: Tensor = bnb.dequantize_4bit(self.codes, self.state)
-        return values
+def dequantize_nf4(quantized: Nf4Values) -> Tensor:
+    values: Tensor = _bitsandbytes().dequantize_4bit(*quantized)
+    return values
 
 
 def make_quantization_map(device: torch.device) -> None:
@@ -113,9 +112,7 @@ def make_quantization_map(device: torch.device) -> None:
 
     The one used on the meta device is on another device.
     """
-    from bitsandbytes import functional
-
-    bnb: Any = functional  # not annotated
+    bnb = _bitsandbytes()
     bnb.name2qmap["dynamic"] = bnb.create_dynamic_map().to(device)
 
 
@@ -151,7 +148,7 @@ def bitsandbytes_without_kernels() -> Iterator[None]:
     except ImportError as error:
         raise SetupError(
             "Tracing this plan runs bitsandbytes' own code, which cannot be imported here.",
-            remedy="pip install bitsandbytes (no GPU needed), or --no-trace",
+            remedy="pip install bitsandbytes (no GPU needed), or leave --trace out",
         ) from error
     from bitsandbytes import functional
     from bitsandbytes.autograd import _functions
@@ -165,6 +162,18 @@ def bitsandbytes_without_kernels() -> Iterator[None]:
             real: Tensor = make_map(*args, **kwargs)
         return torch.empty(real.shape, dtype=real.dtype)
 
+    def restore_quant_state(module: Any) -> None:
+        # Gathered shards have lost their scales; bitsandbytes' own fix cannot wrap fake tensors.
+        if getattr(module.weight, "quant_state", None) is None:
+            module.weight.quant_state = module.quant_state
+
+    deepcopy: Any = Params4bit.__deepcopy__
+
+    def copy_in_place(self: Tensor, memo: Any) -> Any:
+        # A copy starts from an empty tensor, which must be on the original's device.
+        with torch.device(self.device):
+            return deepcopy(self, memo)
+
     outliers = _Outliers()
 
     def matmul(a: Tensor, b: Tensor, out: Any = None, state: Any = None, **rest: Any) -> Tensor:
@@ -177,27 +186,11 @@ def bitsandbytes_without_kernels() -> Iterator[None]:
         patch.dict(functional.name2qmap, clear=True),
         patch.object(bitsandbytes, "matmul", matmul),
         patch.object(Optimizer8bit, "get_state_buffer", _make_state_buffer),
-        patch.object(modules, "fix_4bit_weight_quant_state_from_module", _restore_quant_state),
-        patch.object(Params4bit, "__deepcopy__", _copy_in_place(Params4bit.__deepcopy__)),
+        patch.object(modules, "fix_4bit_weight_quant_state_from_module", restore_quant_state),
+        patch.object(Params4bit, "__deepcopy__", copy_in_place),
         patch.object(torch.library, "get_ctx", lambda: outliers),
     ):
         yield
-
-
-def _restore_quant_state(module: Any) -> None:
-    """Gathered shards have lost their scales; bitsandbytes' own fix cannot wrap fake tensors."""
-    if getattr(module.weight, "quant_state", None) is None:
-        module.weight.quant_state = module.quant_state
-
-
-def _copy_in_place(copy: Any) -> Any:
-    """bitsandbytes starts a copy from an empty tensor, which must be on the original's device."""
-
-    def deepcopy(self: Tensor, memo: Any) -> Any:
-        with torch.device(self.device):
-            return copy(self, memo)
-
-    return deepcopy
 
 
 class _Outliers:
@@ -226,16 +219,6 @@ def _make_state_buffer(self: Any, p: Tensor, dtype: torch.dtype = torch.float32)
         return torch.empty_like(p, dtype=dtype)
 
 
-def _quantize_linear(linear: Any, request: LoadRequest) -> nn.Module:
-    new = make_quantized_linear(linear, request)
-    shape = (new.out_features, new.in_features)
-    values = torch.empty(shape, dtype=request.plain_dtype, device=_META)
-    new.weight = quantized_parameter(values, new, request)._quantize(_META)
-    new.requires_grad_(False)
-    module: nn.Module = new
-    return module
-
-
 def _wrap_fake(values: Tensor, weight: Any) -> Any:
     """Fake codes in place of `weight`, with all its attributes."""
     placed: Any = nn.Parameter(values, requires_grad=False)
@@ -245,36 +228,7 @@ def _wrap_fake(values: Tensor, weight: Any) -> Any:
     return placed
 
 
-def _place_state(state: Any, device: torch.device) -> None:
-    while state is not None:
-        for name in ("absmax", "code", "offset"):
-            if getattr(state, name) is not None:
-                setattr(state, name, _empty_on(getattr(state, name), device))
-        state = state.state2
-
-
-def _empty_on(tensor: Tensor, device: torch.device) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
-
-
-# Casts to fp8 without kernels: in a trace they are launched, and do nothing.
-
-
-@contextmanager
-def fp8_without_kernels() -> Iterator[None]:
-    """Casts allocate as they would, and each launch is recorded."""
-    with triton_without_kernels(), patch.object(fp8, "_runs_kernels", _would_run_kernels):
-        yield
-
-
-def _would_run_kernels(_x: Tensor) -> bool:
-    """As on a GPU: fake tensors claim to be on the CPU."""
-    return not torch.compiler.is_compiling()
-
-
 # Which libraries a job runs whose kernels are left out of a trace.
-
-_LIGER_LOSSES = (Loss.FUSED, Loss.KERNEL)
 
 
 @contextmanager
@@ -287,10 +241,15 @@ def without_kernels(
         stack.enter_context(redirect_autocast(device.type))
         if BITSANDBYTES.is_wanted(strategy):
             stack.enter_context(bitsandbytes_without_kernels())
-        if strategy.fused_kernels or strategy.loss in _LIGER_LOSSES:
+        if strategy.fused_kernels or strategy.loss in (Loss.FUSED, Loss.KERNEL):
             stack.enter_context(liger_without_kernels(capability))
         if strategy.has_fp8:
-            stack.enter_context(fp8_without_kernels())
+            # Casts take the path of a GPU, though fake tensors claim to be on the CPU: they
+            # allocate as they would, and each launch is recorded.
+            stack.enter_context(triton_without_kernels())
+            stack.enter_context(
+                patch.object(fp8, "_runs_kernels", lambda _: not torch.compiler.is_compiling())
+            )
         yield
 
 

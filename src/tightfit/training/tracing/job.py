@@ -7,13 +7,14 @@ from typing import Any
 from pydantic import NonNegativeInt, PositiveInt
 
 from tightfit.core.frozen import Frozen
-from tightfit.core.strategy import Offload, Strategy
+from tightfit.core.settings import Offload
+from tightfit.core.strategy import Strategy
 
 STAGES = ("eval", "generate", "save", "resume")
 """Stages of a job beside loading and training steps."""
 MAX_TRACED_TOKENS = 8 * 2**20
 """Of a batch: the values of its labels are computed for real, and larger tensors' are not
-(`_MAX_BYTES` in shadows.py, at 8 bytes each)."""
+(`_MAX_BYTES` in concrete_values.py, at 8 bytes each)."""
 
 
 class Document(Frozen):

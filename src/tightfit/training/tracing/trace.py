@@ -1,17 +1,32 @@
-"""From a job to its traced memory: record a few layers, extend to full depth, replay, sum up."""
+"""From a job to its traced memory: record a few layers on fake tensors (training steps, then
+evaluation, save, generation, resume), extend to full depth, replay, sum up.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
 from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+from tightfit.core.child_process import end_with_parent
+from tightfit.core.settings import Sharding
 from tightfit.core.strategy import Strategy
-from tightfit.core.with_parent import end_with_parent
+from tightfit.data.token_store import EncodedRow
+from tightfit.runtime.attention import VARLEN, needs_padding_mask
+from tightfit.runtime.layers import decoder_layers
 from tightfit.trace.caching_allocator import (
     AllocatorSettings,
     CachingAllocator,
@@ -19,34 +34,264 @@ from tightfit.trace.caching_allocator import (
     find_smallest_capacity,
     replay,
 )
+from tightfit.trace.concrete_values import set_concrete_value
 from tightfit.trace.depth import (
     CannotExtend,
     DepthExtrapolation,
-    DepthPlan,
     extend_operation_log,
-    find_fewest_recomputed,
-    list_layer_kinds,
-    plan_depths,
-)
-from tightfit.trace.depth_config import (
     fill_defaults,
     find_extrapolation_obstacle,
+    find_fewest_recomputed,
+    plan_depths,
     read_depth,
     with_depth,
 )
-from tightfit.trace.operations import OperationLog
+from tightfit.trace.gpu_emulation import GpuEmulation
+from tightfit.trace.recorder import Recorder, track_modules
 from tightfit.trace.recording import (
+    GRADIENTS,
+    INPUTS,
+    KV_CACHE,
     OTHER_PROCESSES,
+    WEIGHTS,
     Recording,
     build_timeline,
     describe_peak,
     list_stage_peaks,
 )
-from tightfit.trace.result import TracedMemory
+from tightfit.trace.result import OperationLog, TracedMemory
 from tightfit.trace.tracer import TraceResponse, list_versions
-from tightfit.training.tracing.fake_kernels import import_libraries
-from tightfit.training.tracing.job import TraceJob, find_trace_obstacle
-from tightfit.training.tracing.record import record_job
+from tightfit.training.batches import Batch, collate_encoder_decoder, collate_packed, collate_padded
+from tightfit.training.engine import evaluating, init_optimizer_state
+from tightfit.training.step import train_step
+from tightfit.training.tracing.engine import (
+    FAKE_DEVICE,
+    MicroBatchesDifferError,
+    RecordedEngine,
+    build_fake_engine,
+    build_meta_module,
+    fake_process_group,
+    list_local_tensors,
+    make_training,
+    mark_optimizer_state,
+    record_fsdp,
+)
+from tightfit.training.tracing.fake_kernels import (
+    import_libraries,
+    list_quantization_state,
+    without_kernels,
+)
+from tightfit.training.tracing.job import Document, TraceJob, find_trace_obstacle
+from tightfit.training.zero import to_deepspeed_strategy
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+# Record one job on fake tensors: training steps, then evaluation, save, generation, resume.
+
+
+def make_real_batch(job: TraceJob, config: PretrainedConfig) -> Batch:
+    """One micro-batch in host memory, collated as in training, for a model of this `config`."""
+    rows = job.rows or list_longest_rows(job, is_pair=config.is_encoder_decoder)
+    encoded = [
+        [
+            EncodedRow(
+                np.ones(document.num_tokens, dtype=np.int32),
+                np.arange(document.num_tokens) >= document.num_prompt,
+                "",
+            )
+            for document in row
+        ]
+        for row in rows
+    ]
+    if config.is_encoder_decoder:
+        return collate_encoder_decoder(encoded, pad_token_id=0)
+    if job.strategy.packing:
+        return collate_packed(encoded, pad_token_id=0)
+    has_mask = job.strategy.quirks.padding_mask or needs_padding_mask(config)
+    return collate_padded(encoded, pad_token_id=0, has_mask=has_mask)
+
+
+def list_longest_rows(job: TraceJob, *, is_pair: bool = False) -> tuple[tuple[Document, ...], ...]:
+    """The largest batch that the plan allows, with every token trained.
+
+    Unpacked rows differ in length by one token, so that a mask, if there is one, masks something.
+    A pair has a prompt of the same length for the encoder.
+    """
+    strategy = job.strategy
+    length = strategy.seq_len
+    if strategy.packing:
+        mean = min(job.document_len or length, length)
+        whole, rest = divmod(length, mean)
+        row = (Document(num_tokens=mean),) * whole
+        row += (Document(num_tokens=rest),) if rest else ()
+        return (row,) * strategy.micro_batch
+    less = max(1, length - 1)
+    first, others = (
+        (Document(num_tokens=2 * size, num_prompt=size) if is_pair else Document(num_tokens=size),)
+        for size in (length, less)
+    )
+    return (first, *(others,) * (strategy.micro_batch - 1))
+
+
+def make_fake_batch(real: Batch, device: torch.device) -> Batch:
+    """The batch as fake tensors with known values. Call inside the fake mode."""
+    return {
+        name: set_concrete_value(
+            torch.empty(values.shape, dtype=values.dtype, device=device), values
+        )
+        for name, values in real.items()
+    }
+
+
+# Stages after training
+
+
+def run_stages(job: TraceJob, engine: Any, batch: Batch, recorder: Recorder) -> None:
+    """Run the job's stages after training, in their order."""
+    recorder.step = 0
+    names = job.stages
+    if "eval" in names:
+        with recorder.setting("stage", "eval"), evaluating(engine):
+            engine.module(**_make_eval_batch(job, engine.model.config, batch, recorder))
+    if "save" in names:
+        with recorder.setting("stage", "save"):
+            recorder.mark_stage()  # adapters are copied to the host as they are
+            engine.trained_state()
+    # Generation and resume happen in new processes, without optimizer state.
+    engine.optimizer.state.clear()
+    if "generate" in names:
+        config = engine.model.config.get_text_config()
+        trained = config._attn_implementation
+        if trained == VARLEN:  # which has no key-value cache: generation uses SDPA
+            config._attn_implementation = "sdpa"
+        with recorder.setting("stage", "generate"), evaluating(engine):
+            _generate(engine.model, batch, recorder)
+        config._attn_implementation = trained
+    if "resume" in names:
+        with recorder.setting("stage", "resume"):
+            # Allocates the optimizer state by a step, whose gradients are freed after it.
+            optimizer = engine.optimizer
+            weights = [weight for group in optimizer.param_groups for weight in group["params"]]
+            hook = optimizer.register_step_pre_hook(
+                lambda *_: recorder.mark(list_local_tensors(w.grad for w in weights), GRADIENTS)
+            )
+            init_optimizer_state(optimizer)
+            hook.remove()
+            mark_optimizer_state(optimizer, recorder)
+
+
+def _make_eval_batch(job: TraceJob, config: Any, batch: Batch, recorder: Recorder) -> Batch:
+    """Evaluation does not pack rows, even if training does."""
+    if not job.strategy.packing:
+        return batch
+    unpacked = job.strategy.model_copy(update={"packing": False})
+    eval_job = job.model_copy(update={"strategy": unpacked, "rows": None})
+    with _disable_current_modes():
+        real = make_real_batch(eval_job, config)
+    fake = make_fake_batch(real, FAKE_DEVICE)
+    recorder.hold(fake.values(), INPUTS)
+    return fake
+
+
+def _generate(model: Any, batch: Batch, recorder: Recorder) -> None:
+    """Prefill the cache with a batch of prompts, then decode one token."""
+    prompts = batch["input_ids"]
+    options: dict[str, Any]
+    if model.config.is_encoder_decoder:
+        options = {"decoder_input_ids": prompts[:, :1], "attention_mask": batch["attention_mask"]}
+        first = model(input_ids=prompts, use_cache=True, **options)
+        recorder.mark(_list_cached(first.past_key_values), KV_CACHE)
+        options["encoder_outputs"] = (first.encoder_last_hidden_state,)
+    else:
+        options = {"logits_to_keep": 1}
+        first = model(input_ids=prompts, use_cache=True, **options)
+        recorder.mark(_list_cached(first.past_key_values), KV_CACHE)
+        options["input_ids"] = prompts[:, :1]
+    more = model(past_key_values=first.past_key_values, use_cache=True, **options)
+    recorder.mark(_list_cached(more.past_key_values), KV_CACHE)
+
+
+def _list_cached(cache: Any) -> list[Tensor]:
+    """Keys and values of every layer; an encoder-decoder has two caches."""
+    parts = [
+        getattr(cache, name, None) for name in ("self_attention_cache", "cross_attention_cache")
+    ]
+    caches = [part for part in parts if part is not None] or [cache]
+    layers = [layer for part in caches for layer in getattr(part, "layers", ())]
+    return list_local_tensors(value for layer in layers for value in vars(layer).values())
+
+
+# The whole job
+
+NUM_STEPS = 3
+"""The first allocates the optimizer state; the second is like all later ones, but with little
+memory the allocator's cache after the second changes the third."""
+FIRST_STEADY_STEP = 2
+"""The first step that starts with optimizer state."""
+
+
+def record_job(job: TraceJob) -> Recording:
+    """Record every allocation of the job."""
+    num_run = count_traced_micro_batches(job.strategy)
+    with without_kernels(job.strategy, FAKE_DEVICE, job.compute_capability):
+        try:
+            return _record(job, num_run)
+        except MicroBatchesDifferError:
+            return _record(job, job.strategy.grad_accum)
+
+
+def count_traced_micro_batches(strategy: Strategy) -> int:
+    """Micro-batches of a step that are run: the first, one that represents those after it, and the
+    last, with which several ranks reduce their gradients."""
+    return min(strategy.grad_accum, 2 if strategy.sharding is Sharding.SINGLE else 3)
+
+
+def _record(job: TraceJob, num_run: int) -> Recording:
+    """Run `num_run` micro-batches of each step; the others are recorded as copies of the second."""
+    strategy = job.strategy
+    if strategy.sharding.is_zero:  # DeepSpeed requires one dtype throughout
+        strategy = to_deepspeed_strategy(strategy)
+    capability = job.compute_capability
+    has_varlen = capability is not None and capability >= (8, 0)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "config.json").write_text(json.dumps(job.config), "utf-8")
+        training = make_training(strategy, folder, random_weights=job.random_weights)
+        module = build_meta_module(folder, strategy, training, has_varlen=has_varlen)
+    text = module.model.config.get_text_config()
+    recorder = Recorder(GpuEmulation(job.compute_capability), vocab_size=text.vocab_size)
+    real = make_real_batch(job, module.model.config)
+    with (
+        fake_process_group(strategy) as context,
+        FakeTensorMode(allow_non_fake_inputs=True),
+        recorder,
+        record_fsdp(recorder),
+    ):
+        engine = build_fake_engine(module, strategy, training, context=context, recorder=recorder)
+        track_modules(module, decoder_layers(module), recorder)
+        recorder.hold(list_local_tensors([*module.parameters(), *module.buffers()]), WEIGHTS)
+        recorder.hold(list_quantization_state(module), WEIGHTS)
+        batch = make_fake_batch(real, FAKE_DEVICE)
+        recorder.hold(batch.values(), INPUTS)
+        recorded = RecordedEngine(engine, recorder, strategy.grad_accum - num_run)
+        since = recorder.position()
+        while recorder.step < NUM_STEPS:
+            # A steady step that leaves memory as it was is copied, not run again.
+            if recorder.step >= FIRST_STEADY_STEP and recorder.repeat_step(since):
+                continue
+            since = recorder.position()
+            recorder.step += 1
+            train_step(
+                recorded,
+                [batch] * num_run,
+                num_trained_tokens=1,
+                learning_rate=training.learning_rate,
+                seeds=[0] * num_run,
+            )
+        run_stages(job, engine, batch, recorder)
+    return recorder.finish()
 
 
 def fork_pool(num_processes: int) -> ProcessPoolExecutor:
@@ -68,43 +313,18 @@ def _start_child(parent_pid: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ShallowTraces:
-    """Traces of a few layers, from which deeper ones are extrapolated."""
-
-    growth: DepthExtrapolation
-    logs: list[OperationLog]
-    """Operation logs of the shallowest model and the deeper ones; empty if any has none."""
-
-    def extend(self, plan: DepthPlan) -> Recording:
-        recording = self.growth.extend(plan.num_more)
-        if self.logs:
-            recording.operations = _extend_log(plan, self.logs)
-        return recording
-
-
-def _extend_log(plan: DepthPlan, logs: Sequence[OperationLog]) -> OperationLog | None:
-    """None if it cannot be extended: then time comes from the closed form."""
-    base, *grown = logs
-    try:
-        return extend_operation_log(base, grown, list_layer_kinds(plan))
-    except CannotExtend:
-        return None
-
-
-def _compare(plan: DepthPlan, recordings: Sequence[Recording]) -> _ShallowTraces:
-    base, *grown = recordings
-    logs = [one.operations for one in recordings if one.operations is not None]
-    is_complete = len(logs) == len(recordings)
-    return _ShallowTraces(
-        growth=DepthExtrapolation(plan, base, grown), logs=logs if is_complete else []
-    )
+class CannotTraceError(Exception):
+    """The tracer cannot run this job; the closed-form estimate still applies."""
 
 
 class DepthTracer:
     """Records one job with any number of recomputed layers; caches its traces."""
 
     def __init__(self, job: TraceJob) -> None:
+        """Raise if a trace of the job's strategy would be wrong."""
+        obstacle = find_trace_obstacle(job.strategy)
+        if obstacle:
+            raise CannotTraceError(obstacle)
         self._job = job
         self.num_layers = read_depth(job.config) or 0
         self.num_traced = 0
@@ -114,11 +334,15 @@ class DepthTracer:
             if job.is_full_depth
             else find_extrapolation_obstacle(fill_defaults(job.config))
         )
-        self._known: dict[tuple[object, ...], _ShallowTraces] = {}
+        self._known: dict[tuple[object, ...], tuple[DepthExtrapolation, list[OperationLog]]] = {}
+        """What deeper models are extrapolated from; no logs if any depth has none."""
 
     def record(self, num_recomputed: int) -> Recording:
         """The full-depth job with its first `num_recomputed` layers recomputed."""
-        kinds = self._split(num_recomputed)
+        # Layers of each kind: recomputed ones, then the others.
+        kinds: tuple[int, ...] = (self.num_layers,)
+        if 0 < num_recomputed < self.num_layers:
+            kinds = (num_recomputed, self.num_layers - num_recomputed)
         if not self.refusal:
             try:
                 return self._extend(kinds, is_recomputed=num_recomputed > 0)
@@ -126,21 +350,26 @@ class DepthTracer:
                 self.refusal = str(error)
         return self._run(kinds, is_recomputed=num_recomputed > 0)
 
-    def _split(self, num_recomputed: int) -> tuple[int, ...]:
-        """Layers of each kind: recomputed ones, then the others."""
-        if 0 < num_recomputed < self.num_layers:
-            return (num_recomputed, self.num_layers - num_recomputed)
-        return (self.num_layers,)
-
     def _extend(self, kinds: tuple[int, ...], *, is_recomputed: bool) -> Recording:
         plan = plan_depths(kinds)
         if not plan.grown:
             return self._run(kinds, is_recomputed=is_recomputed)
         key = (is_recomputed, plan.base, plan.grown)
         if key not in self._known:
-            depths = (plan.base, *plan.grown)
-            self._known[key] = _compare(plan, self._run_all(depths, is_recomputed=is_recomputed))
-        return self._known[key].extend(plan)
+            recordings = self._run_all((plan.base, *plan.grown), is_recomputed=is_recomputed)
+            base, *grown = recordings
+            logs = [one.operations for one in recordings if one.operations is not None]
+            if len(logs) < len(recordings):
+                logs = []
+            self._known[key] = DepthExtrapolation(plan, base, grown), logs
+        growth, logs = self._known[key]
+        recording = growth.extend(plan.num_more)
+        if logs:
+            try:
+                recording.operations = extend_operation_log(logs[0], logs[1:], plan)
+            except CannotExtend:  # then time comes from the closed form
+                recording.operations = None
+        return recording
 
     def _run_all(
         self, depths: Sequence[tuple[int, ...]], *, is_recomputed: bool
@@ -171,17 +400,12 @@ class DepthTracer:
         return self._job.model_copy(update={"strategy": strategy, "config": config})
 
 
-class CannotTraceError(Exception):
-    """The tracer cannot run this job; the closed-form estimate still applies."""
-
-
 def trace(job: TraceJob) -> TraceResponse:
     """The job's memory on one GPU, its operations, and the fewest layers it must recompute.
 
     Recorded on fake tensors, then replayed through a model of torch's caching allocator.
     """
     start = time.perf_counter()
-    check_traceable(job.strategy)
     settings = AllocatorSettings(expandable_segments=job.expandable_segments)
     tracer = DepthTracer(job)
     num_recomputed = job.strategy.count_recomputed(tracer.num_layers)
@@ -200,13 +424,14 @@ def trace(job: TraceJob) -> TraceResponse:
             streams=training.streams,
         )
         unlimited = replay_unlimited(training, settings)
+        ties = 0.0 if settings.expandable_segments else TIES_FRACTION
         traced = TracedMemory(
             peak_allocated_bytes=unlimited.peak_allocated_bytes,
             peak_reserved_bytes=unlimited.peak_reserved_bytes,
             stages=list_stage_peaks(recording, CachingAllocator(settings)),
             peak=describe_peak(training),
             timeline=build_timeline(recording),
-            smallest_capacity_bytes=_allow_for_ties(smallest.result(), settings),
+            smallest_capacity_bytes=smallest.result() + int(ties * smallest.result()),
             num_layers=tracer.num_layers,
             num_traced_layers=tracer.num_traced,
             refusal=tracer.refusal,
@@ -224,12 +449,6 @@ def trace(job: TraceJob) -> TraceResponse:
 TIES_FRACTION = 0.005
 """Added to the capacity without expandable segments. Between free blocks of one size the allocator
 takes the lowest address, which a trace does not know (h200_trace.json: 0.3% too low once)."""
-
-
-def _allow_for_ties(capacity_bytes: int, settings: AllocatorSettings) -> int:
-    if settings.expandable_segments:
-        return capacity_bytes
-    return capacity_bytes + int(TIES_FRACTION * capacity_bytes)
 
 
 def _find_fewest(tracer: DepthTracer, room_bytes: int, settings: AllocatorSettings) -> int | None:
@@ -253,10 +472,3 @@ def _until_training_ends(recording: Recording) -> Recording:
         if event > 0 and recording.allocations[event - 1].stage in OTHER_PROCESSES:
             return Recording(allocations=recording.allocations, events=recording.events[:position])
     return recording
-
-
-def check_traceable(strategy: Strategy) -> None:
-    """Raise if a trace of this strategy would be wrong."""
-    obstacle = find_trace_obstacle(strategy)
-    if obstacle:
-        raise CannotTraceError(obstacle)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import TextIO
 
+from tightfit.core.child_process import end_with_parent, open_output, read_messages
 from tightfit.core.errors import UserError
-from tightfit.core.with_parent import end_with_parent
+from tightfit.core.units import GIB
 from tightfit.hardware.machine import read_machine
 from tightfit.runtime.libraries import fast_imports
 from tightfit.trace.tracer import TraceResponse
@@ -18,6 +17,9 @@ from tightfit.training.tracing.job import TraceJob
 
 CORES_PER_JOB = 3
 """A job traces up to three depths of its model at once."""
+MEMORY_LIMIT_BYTES = 8 * GIB
+"""Of data, for each process: fake tensors hold none, and a trace takes half a GiB. A model that
+makes real ones fails by itself, before the machine that it runs on does."""
 
 
 def main() -> None:
@@ -27,17 +29,28 @@ def main() -> None:
     """
     if len(sys.argv) > 1:
         end_with_parent(int(sys.argv[1]))
-    answers = _take_stdout()
+    limit_memory()
+    send = open_output()
     warnings.simplefilter("ignore")
-    jobs = [TraceJob.model_validate(json.loads(line)) for line in sys.stdin]
+    jobs = [TraceJob.model_validate(message) for message in read_messages()]
     with fast_imports([job.strategy for job in jobs]):
         from tightfit.training.tracing.fake_kernels import import_libraries
 
         import_libraries()
     for answer in answer_all(jobs, num_cores=read_machine().num_usable_cores):
-        answers.write(answer.model_dump_json() + "\n")
-        answers.flush()
+        send(answer.model_dump(mode="json"))
     os._exit(0)  # skips torch's slow teardown
+
+
+def limit_memory() -> None:
+    """What it maps beyond the limit raises MemoryError, which becomes a response."""
+    if not sys.platform.startswith("linux"):  # elsewhere the limit counts other things, or nothing
+        return
+    import resource
+
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = MEMORY_LIMIT_BYTES if most == resource.RLIM_INFINITY else min(most, MEMORY_LIMIT_BYTES)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
 
 
 def answer_all(jobs: Sequence[TraceJob], *, num_cores: int) -> Iterator[TraceResponse]:
@@ -63,25 +76,14 @@ def _answer(job: TraceJob) -> TraceResponse:
     except UserError as error:
         return TraceResponse(problem=error.problem.rstrip("."), remedy=error.remedy)
     except Exception as error:  # a library's error must not end a plan: the closed form remains
-        first = (str(error).strip().splitlines() or [""])[0]
-        return TraceResponse(problem=_describe(type(error).__name__, first[:200]))
-
-
-_VALUES_MISSING = ("DynamicOutputShapeException", "DataDependentOutputException")
-"""torch's errors for an operation on fake tensors that depends on values."""
-
-
-def _describe(kind: str, message: str) -> str:
-    if kind in _VALUES_MISSING:
-        return f"what {message or 'an operation'} allocates depends on values that a trace lacks"
-    return f"it failed with {kind} ({message})" if message else f"it failed with {kind}"
-
-
-def _take_stdout() -> TextIO:
-    """Keep standard output for responses; what libraries print goes to standard error."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    return answers
+        kind = type(error).__name__
+        first = (str(error).strip().splitlines() or [""])[0][:200]
+        problem = f"it failed with {kind} ({first})" if first else f"it failed with {kind}"
+        # torch's errors for an operation on fake tensors that depends on values.
+        if kind in ("DynamicOutputShapeException", "DataDependentOutputException"):
+            operation = first or "an operation"
+            problem = f"what {operation} allocates depends on values that a trace lacks"
+        return TraceResponse(problem=problem)
 
 
 if __name__ == "__main__":

@@ -1,1 +1,0 @@
-"""Charts as PNG or as one HTML file: memory, traces, speeds."""

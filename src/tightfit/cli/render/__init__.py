@@ -1,1 +1,0 @@
-"""What verbs print: one file per verb or part of it, text alone, no decisions."""
