@@ -74,8 +74,6 @@ class Trainer:
     facts: tuple[Fact, ...]
     config: str = ""
     """`module:function` that writes a plan as its own configuration."""
-    command: str = ""
-    """What runs that configuration."""
 
 
 class TrainerVersion(NamedTuple):
@@ -399,7 +397,6 @@ TRL = Trainer(
     latest="1.16",
     earliest="0.4",
     config="tightfit.planning.trainer_configs:write_trl",
-    command="trl sft --config",
     facts=(
         *_share_hf(
             transformers_5="0.29",
@@ -578,7 +575,6 @@ AXOLOTL = Trainer(
     title="Axolotl",
     latest="0.18",
     config="tightfit.planning.trainer_configs:write_axolotl",
-    command="axolotl train",
     facts=(
         *_share_hf(
             transformers_5="0.14",
@@ -607,7 +603,6 @@ LLAMA_FACTORY = Trainer(
     title="LLaMA-Factory",
     latest="0.9.6",
     config="tightfit.planning.trainer_configs:write_llama_factory",
-    command="llamafactory-cli train",
     facts=(
         *_share_hf(
             transformers_5="0.9.5",
@@ -859,6 +854,167 @@ FSDP_QLORA = Trainer(
     ),
 )
 
+LLAMA_RECIPES = Trainer(
+    name="llama-recipes",
+    title="llama-recipes",
+    latest="0.0.5",
+    earliest="0.0.2",
+    facts=(
+        _OURS,
+        Fact(
+            source="llama-recipes 0.0.5, finetuning.py: one GPU or FSDP1; the model's own loss; "
+            "torch.optim.AdamW, which is foreach",
+            only={
+                "sharding": (
+                    Sharding.SINGLE,
+                    Sharding.FSDP,
+                    Sharding.FSDP_GRAD_OP,
+                    Sharding.FSDP_HYBRID,
+                ),
+                "loss": (Loss.PLAIN,),
+                "optimizer": (Optimizer.ADAMW_FOREACH,),
+                "fused_kernels": (False,),
+                "compile": (False,),
+            },
+            sets={"optimizer": Optimizer.ADAMW_FOREACH, "loss": Loss.PLAIN},
+        ),
+        Fact(
+            source="llama-recipes 0.0.2, finetuning.py: from_pretrained without a dtype, which is "
+            "fp32; FSDP's mixed precision casts to bf16",
+            sets={"weights": Dtype.FP32, "compute": Dtype.BF16},
+            when=lambda s, m: s.sharding.is_fsdp and not s.weights.is_quantized,
+            until="0.0.3",
+        ),
+        Fact(
+            source="the same, on one GPU, where nothing casts",
+            sets={"weights": Dtype.FP32, "compute": Dtype.FP32},
+            when=lambda s, m: not s.sharding.is_fsdp and not s.weights.is_quantized,
+            until="0.0.3",
+        ),
+        Fact(
+            source="llama-recipes 0.0.3 to 0.0.5, finetuning.py: torch_dtype bfloat16; "
+            "train_utils.py: autocast with use_fp16 alone",
+            sets={"weights": Dtype.BF16, "compute": Dtype.BF16, "autocast": False},
+            when=lambda s, m: not s.weights.is_quantized,
+            since="0.0.3",
+        ),
+        Fact(
+            source="llama-recipes 0.0.2, finetuning.py: " + _KBIT,
+            sets={"upcast_unquantized": True},
+            when=_is_bnb,
+            until="0.0.3",
+        ),
+        Fact(
+            source="llama-recipes 0.0.2, finetuning.py: load_in_8bit is its one quantization",
+            only={"weights": (Dtype.BF16, Dtype.FP16, Dtype.FP32, Dtype.INT8)},
+            until="0.0.3",
+        ),
+        Fact(
+            source="llama-recipes 0.0.3 to 0.0.5, configs/quantization.py: 4 bits without double "
+            "quantization; nothing is upcast",
+            sets={"double_quant": False, "upcast_unquantized": False},
+            when=_is_bnb,
+            since="0.0.3",
+        ),
+        Fact(
+            source="llama-recipes 0.0.5, finetuning.py: 8 bits are refused under FSDP",
+            only={"weights": (Dtype.BF16, Dtype.FP16, Dtype.FP32, Dtype.NF4)},
+            when=lambda s, m: s.sharding.is_fsdp,
+        ),
+        _PEFT_ADAPTERS,
+        Fact(
+            source="llama-recipes 0.0.5, configs/peft.py: r 8 on q_proj and v_proj, dropout 0.05",
+            sets={"lora_rank": 8, "lora_dropout": 0.05, "lora_targets": ("q_proj", "v_proj")},
+            is_choice=True,
+            when=_is_lora,
+        ),
+        Fact(
+            source="llama-recipes 0.0.5, finetuning.py: FullyShardedDataParallel; adapters are "
+            "units of their own (fsdp_utils.py)",
+            quirks=("flat_shards",),
+            when=lambda s, m: s.sharding.is_fsdp,
+        ),
+        Fact(
+            source="llama-recipes 0.0.5, configs/fsdp.py: fsdp_activation_checkpointing is on",
+            sets={"checkpointing": True},
+            is_choice=True,
+            when=lambda s, m: s.sharding.is_fsdp,
+        ),
+        Fact(
+            source="llama-recipes 0.0.3 to 0.0.5, finetuning.py: gradient_checkpointing_enable "
+            "around the FSDP unit, beside the checkpoint inside it",
+            quirks=("reentrant", "recomputes_shards"),
+            when=lambda s, m: s.sharding.is_fsdp and s.checkpointing,
+            since="0.0.3",
+        ),
+        Fact(
+            source="llama-recipes 0.0.5, finetuning.py: nothing is checkpointed on one GPU",
+            sets={"checkpointing": False},
+            only={"checkpointing": (False,)},
+            when=lambda s, m: not s.sharding.is_fsdp,
+        ),
+        Fact(
+            source="llama-recipes 0.0.5, configs/training.py: batch_size_training 4, "
+            "context_length 4096, batching_strategy packing",
+            sets={"micro_batch": 4, "seq_len": 4096, "packing": True},
+            is_choice=True,
+        ),
+    ),
+)
+
+DEEPSPEED = Trainer(
+    name="deepspeed",
+    title="DeepSpeed",
+    latest="0.19.8",
+    config="tightfit.planning.trainer_configs:write_deepspeed",
+    facts=(
+        _OURS,
+        Fact(
+            source="deepspeed.ai, ZeRO: stage 3 is what FSDP does, where the user names neither",
+            sets={"sharding": Sharding.ZERO3},
+            is_choice=True,
+            when=lambda s, m: s.sharding.is_fsdp,
+        ),
+        Fact(
+            source="deepspeed 0.19.8, runtime/engine.py: data parallel or ZeRO",
+            only={
+                "sharding": (
+                    Sharding.SINGLE,
+                    Sharding.DDP,
+                    Sharding.ZERO1,
+                    Sharding.ZERO2,
+                    Sharding.ZERO3,
+                )
+            },
+        ),
+        Fact(
+            source="deepspeed 0.19.8, runtime/engine.py _configure_distributed_model: the module "
+            "is cast with its adapters; nothing is autocast unless torch_autocast is on",
+            sets={"autocast": False, "adapter_dtype": AsIn("compute")},
+        ),
+        Fact(
+            source="deepspeed 0.19.8, runtime/engine.py: Adam and AdamW are FusedAdam, or "
+            "DeepSpeedCPUAdam where the optimizer is offloaded",
+            sets={"optimizer": Optimizer.ADAMW},
+            only={"optimizer": (Optimizer.ADAMW,)},
+        ),
+        Fact(
+            source="transformers 5.22, modeling_utils.py: gradient_checkpointing_enable is the "
+            "loop's own call; padded rows come with a mask",
+            sets={"checkpointing": False},
+            is_choice=True,
+            quirks=("padding_mask",),
+        ),
+        _PEFT_TARGETS,
+        Fact(
+            source="peft 0.21, lora/config.py: r 8",
+            sets={"lora_rank": 8},
+            is_choice=True,
+            when=_is_lora,
+        ),
+    ),
+)
+
 TRAINERS = (
     TRL,
     FMS,
@@ -870,4 +1026,6 @@ TRAINERS = (
     TORCHTITAN,
     LITGPT,
     FSDP_QLORA,
+    LLAMA_RECIPES,
+    DEEPSPEED,
 )

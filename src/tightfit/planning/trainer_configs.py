@@ -199,6 +199,23 @@ def write_llama_factory(plan: Plan, stem: str) -> dict[str, str]:
     return {main: _render(keys | {"output_dir": stem}, plan, *head), **files}
 
 
+def write_deepspeed(plan: Plan, stem: str) -> dict[str, str]:
+    """For `deepspeed.initialize(config=...)` in a loop of one's own: nothing is left to `auto`."""
+    s = plan.strategy
+    keys = _describe_zero(s)
+    del keys["train_batch_size"]  # which DeepSpeed multiplies from the two below
+    keys |= {
+        "train_micro_batch_size_per_gpu": s.micro_batch,
+        "gradient_accumulation_steps": s.grad_accum,
+        "gradient_clipping": 1.0,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": default_learning_rate(s.method, s.optimizer)},
+        },
+    }
+    return {f"{stem}.deepspeed.json": json.dumps(keys, indent=2) + "\n"}
+
+
 # Parts that several have in common
 
 
@@ -295,7 +312,7 @@ def _describe_zero(s: Strategy) -> _Keys:
 
 
 def _stage(s: Strategy) -> int:
-    return int(s.sharding.value.removeprefix("zero"))
+    return int(s.sharding.value.removeprefix("zero")) if s.sharding.is_zero else 0
 
 
 def _render(keys: Mapping[str, Any], plan: Plan, *head: str) -> str:

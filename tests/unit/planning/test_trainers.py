@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 from collections.abc import Callable
@@ -127,6 +128,8 @@ STATED = [
         ("lora", "llama-factory", "lora", "single"),
         ("fsdp", "llama-factory", "qlora", "fsdp"),
         ("zero3", "llama-factory", "full", "zero3"),
+        ("zero3", "deepspeed", "full", "zero3"),
+        ("ddp", "deepspeed", "lora", "ddp"),
     ],
 )
 def test_configurations_are_as_agreed(name: str, trainer: str, method: str, sharding: str) -> None:
@@ -142,6 +145,33 @@ def test_configurations_are_as_agreed(name: str, trainer: str, method: str, shar
             golden.parent.mkdir(parents=True, exist_ok=True)
             golden.write_text(text)
         assert golden.read_text() == text
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "zero2", "zero3"])
+def test_deepspeed_reads_its_own_configuration(sharding: str) -> None:
+    deepspeed_config = pytest.importorskip("deepspeed.runtime.config", reason="pip install deepspeed")
+    settings = [*STATED, f"sharding={sharding}"]
+    best = plan(MODEL, on="4xA100-80GB", trainer="deepspeed", method="full", settings=settings).best
+    (text,) = list_config_files(best, Path("plan.json")).values()
+    read = deepspeed_config.DeepSpeedConfig(json.loads(text))
+    assert read.zero_optimization_stage == {"ddp": 0, "zero2": 2, "zero3": 3}[sharding]
+    assert (read.train_micro_batch_size_per_gpu, read.gradient_accumulation_steps) == (2, 4)
+    assert read.bfloat16_config.enabled
+    assert not read.float16_config.enabled
+
+
+def test_llama_recipes_checkpoints_twice_under_fsdp_since_it_asks_the_model_too() -> None:
+    """Its own history: 0.0.3 added gradient_checkpointing_enable and a dtype to from_pretrained."""
+    job: dict[str, Any] = {"on": "4xA100-80GB", "method": "full", "sharding": "fsdp"}
+    old, now = (
+        estimate(MODEL, trainer=name, **job).strategy
+        for name in ("llama-recipes@0.0.2", "llama-recipes")
+    )
+    assert (old.weights, now.weights) == (Dtype.FP32, Dtype.BF16)
+    assert (old.quirks.recomputes_shards, now.quirks.recomputes_shards) == (False, True)
+    assert old.checkpointing
+    alone = estimate(MODEL, on="A100-80GB", method="lora", trainer="llama-recipes").strategy
+    assert not alone.checkpointing
 
 
 def test_no_hardware_is_advised_for_what_a_trainer_lacks() -> None:
