@@ -28,7 +28,7 @@ from tightfit.api.estimate import estimate
 from tightfit.core.errors import UserError
 from tightfit.core.strategy import Strategy
 from tightfit.estimation.result import StepTime
-from tightfit.estimation.step_time import HIGH_FACTOR, LOW_FACTOR, estimate_step_time
+from tightfit.estimation.step_time import estimate_step_time
 from tightfit.estimation.weights import num_trainable
 from tightfit.hardware.catalogue import find_gpu
 from tightfit.hardware.types import Node
@@ -293,14 +293,15 @@ def measured_cases() -> Iterator[Case]:
             )
 
 
-def ratios(cases: list[Case]) -> list[float]:
-    return [case.predict().tokens_per_second / case.tokens_per_second for case in cases]
-
-
-def summarize(found: list[float]) -> dict[str, float]:
+def summarize(cases: list[Case]) -> dict[str, float]:
+    steps = [(case.predict(), case.tokens_per_second) for case in cases]
+    found = [step.tokens_per_second / measured for step, measured in steps]
     errors = sorted(abs(ratio - 1) for ratio in found)
     # A job predicted too fast by some factor took that factor times the predicted seconds.
-    inside = sum(LOW_FACTOR <= ratio <= HIGH_FACTOR for ratio in found) / len(found)
+    inside = statistics.fmean(
+        step.seconds_per_step_low <= ratio * step.seconds_per_step <= step.seconds_per_step_high
+        for ratio, (step, _) in zip(found, steps, strict=True)
+    )
     return {
         "jobs": len(found),
         "median_ratio": round(statistics.median(found), 4),
@@ -353,8 +354,8 @@ def main() -> int:
     if arguments.all:
         for case in (case for members in groups.values() for case in members):
             print(describe_case(case))
-    totals = {name: summarize(ratios(members)) for name, members in groups.items()}
-    totals["all published"] = summarize(ratios(cases))
+    totals = {name: summarize(members) for name, members in groups.items()}
+    totals["all published"] = summarize(cases)
     print(f"{'source':62} jobs   ratio  median     90%  in range")
     for name, row in totals.items():
         print(render(name, row))

@@ -99,6 +99,8 @@ def find_links(node: Node, *, network_bytes_per_second: float | None) -> Links:
             node.num_cores * HOST_BYTES_PER_SECOND_PER_CORE, MOST_HOST_BYTES_PER_SECOND
         )
     inside = paper * (NVLINK_FRACTION if over_nvlink else PCIE_FRACTION)
+    if not over_nvlink:
+        inside = node.gpu.peer_bytes_per_second or inside
     host = node.gpu.pcie_bytes_per_second * HOST_COPY_FRACTION
     latency = INSIDE_LATENCY_SECONDS
     if measured is not None:

@@ -236,6 +236,7 @@ def _gpu(name: str) -> Gpu:
     row = _rows()[name]
     memory_bytes, memory_note = _memory_bytes(row)
     nvlink = row.get("nvlink_gb_per_s_one_direction")
+    peer = row.get("peer_gb_per_s_one_direction")
     best = row.get("achievable_bf16_tflops")
     major, dot, minor = row["compute_capability"]["value"].partition(".")
     return Gpu(
@@ -250,6 +251,7 @@ def _gpu(name: str) -> Gpu:
         nvlink_bytes_per_second=nvlink["value"] * GB if nvlink else None,
         nvlink_needs_bridge=bool(nvlink and nvlink.get("needs_bridge", False)),
         pcie_bytes_per_second=PCIE_BYTES_PER_SECOND[row["pcie"]["value"]],
+        peer_bytes_per_second=peer["value"] * GB if peer else None,
         supports_bf16=row["bf16_supported"]["value"],
         achievable_bf16_flops=best["value"] * TERA if best else None,
         tdp_watts=row["tdp_w"]["value"],
@@ -297,6 +299,7 @@ _LABELS = {
     "memory_bandwidth_gb_per_s": ("memory bandwidth", "GB/s"),
     "nvlink_gb_per_s_one_direction": ("GPU to GPU link, one direction", "GB/s"),
     "pcie": ("PCIe", ""),
+    "peer_gb_per_s_one_direction": ("GPU to GPU over PCIe, one direction", "GB/s"),
     "compute_capability": ("compute capability", ""),
     "bf16_supported": ("bf16", ""),
     "tdp_w": ("power", "W"),

@@ -117,6 +117,9 @@ class Gpu(Frozen):
     """A pair of cards needs a bridge bought apart: counted only where a node says it has one."""
     pcie_bytes_per_second: PositiveFloat
     """One direction, on paper."""
+    peer_bytes_per_second: PositiveFloat | None = None
+    """One direction between two cards over PCIe, where it was measured and is far from what PCIe
+    gives others: GeForce cards without peer access go through host memory."""
     supports_bf16: bool
     is_cpu: bool = False
     """Not a card but one process's share of a machine's cores and free RAM."""
@@ -135,8 +138,9 @@ class Gpu(Frozen):
     ) -> dict[str, Any]:
         """Plans and catalogues of uncalibrated devices say nothing of it."""
         found: dict[str, Any] = serialize(self)
-        if self.measured is None:
-            found.pop("measured", None)
+        for name in ("measured", "peer_bytes_per_second"):
+            if getattr(self, name) is None:
+                found.pop(name, None)
         return found
 
     @property
