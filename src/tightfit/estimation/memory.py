@@ -120,7 +120,8 @@ class Moment(NamedTuple):
 
 
 class BatchIndependentBytes(NamedTuple):
-    """Parts that do not depend on the micro-batch, computed once for a search over several."""
+    """Parts that do not depend on the micro-batch, but for one row against several: computed once
+    for a search over sizes."""
 
     state: StateBytes
     buffers: BufferBytes

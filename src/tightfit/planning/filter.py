@@ -372,11 +372,16 @@ class StrategyFilter:
         smallest, error = 0, find_error_fraction(strategy)
         limit = self.limits.get(layout.group.name)
         failed = capacity * 2 if limit is None else limit.need_bytes
-        independent = estimate_batch_independent_bytes(
-            self.request.spec, strategy, is_cpu=node.gpu.is_cpu
-        )
+        # Of one row, and of several: a lone row needs no padding mask and copies fewer keys.
+        independent: dict[bool, BatchIndependentBytes] = {}
         while low < high:
-            peak = self._estimate_peak(layout, resize(strategy, sizes[probe]), independent)
+            sized = resize(strategy, sizes[probe])
+            has_several = sized.micro_batch > 1
+            if has_several not in independent:
+                independent[has_several] = estimate_batch_independent_bytes(
+                    self.request.spec, sized, is_cpu=node.gpu.is_cpu
+                )
+            peak = self._estimate_peak(layout, sized, independent[has_several])
             smallest = smallest or peak
             if peak * (1 + error) <= capacity and peak < failed:
                 low = probe + 1

@@ -289,8 +289,22 @@ def test_the_quick_answer_is_the_full_one() -> None:
 def test_what_stands_is_the_same_at_every_micro_batch(
     fields: dict[str, Any], size: tuple[int, int], is_cpu: bool
 ) -> None:
-    spec = resolve_model("Qwen2.5-7B")
-    strategy = Strategy(**fields)
+    check_what_stands("Qwen2.5-7B", Strategy(**fields), size, is_cpu=is_cpu)
+
+
+@pytest.mark.parametrize("model", ["Llama-3.2-1B", "falcon-7b"])
+@pytest.mark.parametrize("quirks", [{}, {"padding_mask": True}])
+def test_what_stands_is_the_same_for_several_rows(model: str, quirks: dict[str, bool]) -> None:
+    """A lone row has no padding mask, and Falcon's copies no query."""
+    strategy = Strategy(micro_batch=2, quirks=quirks)
+    for size in ((4, 2), (16, 1)):
+        check_what_stands(model, strategy, size)
+
+
+def check_what_stands(
+    model: str, strategy: Strategy, size: tuple[int, int], *, is_cpu: bool = False
+) -> None:
+    spec = resolve_model(model)
     sized = strategy.model_copy(update={"micro_batch": size[0], "grad_accum": size[1]})
     independent = estimate_batch_independent_bytes(spec, strategy, is_cpu=is_cpu)
 

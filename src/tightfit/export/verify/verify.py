@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from importlib import resources
 from math import inf
 from pathlib import Path
+from queue import SimpleQueue
 
 from tightfit.core.dtypes import Dtype, find_plain_dtype
 from tightfit.core.errors import DoesNotFitError, InvalidInputError, NotFoundError, UserError
@@ -25,7 +26,15 @@ from tightfit.data.sources import open_source, read_source
 from tightfit.data.templates import Prompter, TemplateRenderError
 from tightfit.data.token_store import TokenStore
 from tightfit.engines.open import EngineRequest, open_engine
-from tightfit.engines.protocol import Delta, Done, Engine, EngineInfo, FinishReason, Request, stream
+from tightfit.engines.protocol import (
+    Delta,
+    Done,
+    Engine,
+    EngineInfo,
+    Event,
+    FinishReason,
+    Request,
+)
 from tightfit.export.formats import StepKind
 from tightfit.export.verify.files import (
     TRICKY_TEXT,
@@ -213,6 +222,8 @@ def _rows_before_answers(path: str) -> Iterator[Prompt]:
 # Greedy answers, and where two engines' answers differ.
 
 ANSWER_TOKENS = 48
+ANSWERS_AT_ONCE = 8
+"""Where memory is taken as answers grow; llama.cpp reserves the whole context of each."""
 ANSWER_WEIGHT = WINDOW // 2
 """Of one answer on the progress bar, in tokens scored."""
 LEAST_STOPPED = 3
@@ -236,10 +247,15 @@ _NONE = Answer(text="", tokens=(), is_stopped=False)
 def ask_all(
     engine: Engine, prompts: Sequence[Prompt], report: Callable[[int], None]
 ) -> list[Answer]:
-    """Each prompt by the engine's own template and tokenizer, greedily."""
+    """Each prompt by the engine's own template and tokenizer, greedily.
+
+    All are handed in before the first is read: an engine with several slots computes them together.
+    """
+    requests = [_make_request(engine, prompt) for prompt in prompts]
+    events = [_submit(engine, request) for request in requests]
     answers = []
-    for prompt in prompts:
-        answers.append(_ask(engine, prompt))
+    for each in events:
+        answers.append(_NONE if each is None else _collect(each))
         report(ANSWER_WEIGHT)
     return answers
 
@@ -290,19 +306,40 @@ def _judge_stops(rows: Sequence[AnswerComparison]) -> list[Finding]:
     return [fail("answers", f"It {finding}.", remedy)]
 
 
-def _ask(engine: Engine, prompt: Prompt) -> Answer:
+def _make_request(engine: Engine, prompt: Prompt) -> Request | None:
+    """None for a prompt that the template refuses."""
     try:
         ids = engine.prompter.chat(prompt)
-        room = max(1, min(ANSWER_TOKENS, engine.info.max_context - len(ids) - 1))
-        request = Request(prompt=ids, sampling=Sampling(max_new_tokens=room))
-        events = list(stream(engine, request))
     except (InvalidInputError, TemplateRenderError):
-        return _NONE  # non-finite logits are judged with the scores
-    tokens = [token for event in events if isinstance(event, Delta) for token in event.tokens]
-    done = events[-1]
-    assert isinstance(done, Done)
-    is_stopped = done.reason is FinishReason.STOP
-    return Answer(text=done.text, tokens=tuple(tokens), is_stopped=is_stopped)
+        return None
+    room = max(1, min(ANSWER_TOKENS, engine.info.max_context - len(ids) - 1))
+    return Request(prompt=ids, sampling=Sampling(max_new_tokens=room))
+
+
+def _submit(engine: Engine, request: Request | None) -> SimpleQueue[Event] | None:
+    events: SimpleQueue[Event] = SimpleQueue()
+    if request is None:
+        return None
+    try:
+        engine.submit(request, events.put)
+    except InvalidInputError:  # longer than the context
+        return None
+    return events
+
+
+def _collect(events: SimpleQueue[Event]) -> Answer:
+    tokens: list[int] = []
+    while True:
+        event = events.get()
+        if isinstance(event, Delta):
+            tokens += event.tokens
+        elif isinstance(event, Done):
+            is_stopped = event.reason is FinishReason.STOP
+            return Answer(text=event.text, tokens=tuple(tokens), is_stopped=is_stopped)
+        elif isinstance(event.error, InvalidInputError):
+            return _NONE  # non-finite logits are judged with the scores
+        else:
+            raise event.error
 
 
 DEFAULT_TOKENS = 2048
@@ -508,7 +545,7 @@ def _open(request: VerifyRequest, artefact: Artefact) -> Engine:
         artefact=artefact,
         weights=weights,
         device=request.device,
-        slots=1,
+        slots=1 if artefact.kind is ArtefactKind.GGUF else ANSWERS_AT_ONCE,
         # Only llama.cpp takes threads; other artefacts may run on other engines.
         threads=request.threads if artefact.kind is ArtefactKind.GGUF else None,
         needs_logits=True,
