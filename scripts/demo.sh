@@ -59,7 +59,7 @@ title "5. Fewer bits, held against the merged model"
 show quantize tightfit quantize "$run" "${to[@]}" --rows 4 --tokens $tokens
 
 title "6. Right answers before and after, about tables that were never trained on"
-show eval tightfit eval "$run" --data "$out/text_to_sql/test.jsonl" "${limit[@]}" --batch 30 \
+show eval tightfit eval "$run" --data "$out/text_to_sql/test.jsonl" "${limit[@]}" --batch 60 \
     --metric execution "${beside[@]}"
 show answers python examples/text_to_sql/show_answers.py "$run/eval/$scored-answers.jsonl" 3
 
