@@ -43,6 +43,7 @@ from tightfit.core.recipe import Recipe
 from tightfit.core.text import count_of, sanitize
 from tightfit.core.units import render_count
 from tightfit.data.encode import EncodedDataset
+from tightfit.data.formats import FORMATS
 from tightfit.data.report import NUM_SHOWN, DataReport, SourceReport
 from tightfit.data.tokenizer import load_tokenizer
 from tightfit.data.view import (
@@ -153,14 +154,6 @@ def _spell(char: str) -> str:
     return f"\\x{number:02x}" if number < 0x100 else f"\\u{number:04x}"
 
 
-FORMAT_WORDS = {
-    "chat": "conversations (messages)",
-    "alpaca": "Alpaca (instruction, input, output)",
-    "question-context-answer": "question, context, answer",
-    "dialogue-summary": "dialogue, summary",
-    "prompt-completion": "prompt, completion",
-    "text": "plain text",
-}
 NUM_BARS = 14
 MOST_CHARS = 600
 """Of one stretch of a shown row; `--row` shows all."""
@@ -279,7 +272,7 @@ def _source_row(source: SourceReport, is_mixed: bool) -> list[str]:
 def _format_words(name: str) -> str:
     if not name:
         return "nothing known"
-    return " and ".join(FORMAT_WORDS.get(part, part) for part in name.split("+"))
+    return " and ".join(FORMATS[part].title or part for part in name.split("+"))
 
 
 def _settings(recipe: Recipe, encoded: EncodedDataset) -> Iterator[tuple[str, str]]:

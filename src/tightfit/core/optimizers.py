@@ -27,6 +27,8 @@ class OptimizerRecord:
     options: Mapping[str, object] = field(default_factory=dict)
     package: str | None = None
     """What must be installed beyond torch."""
+    transformers_name: str | None = None
+    """What transformers' `OptimizerNames` calls it; None where trainers built on it lack it."""
 
     # Memory
     state_values: int = 2
@@ -85,7 +87,10 @@ class Optimizer(RecordEnum):
     ADAMW = (
         "adamw",
         OptimizerRecord(
-            factory="torch.optim:AdamW", options={"fused": True}, update_bytes=(13.0, 6.0)
+            factory="torch.optim:AdamW",
+            options={"fused": True},
+            transformers_name="adamw_torch_fused",
+            update_bytes=(13.0, 6.0),
         ),
     )
     ADAMW_KERNEL = (
@@ -107,6 +112,7 @@ class Optimizer(RecordEnum):
         OptimizerRecord(
             factory="torch.optim:AdamW",
             options={"foreach": True},
+            transformers_name="adamw_torch",
             # The square root of all second moments at once: torch `_multi_tensor_adamw`.
             temporary="all values",
             update_bytes=(21.0, 18.0),
@@ -117,6 +123,7 @@ class Optimizer(RecordEnum):
         OptimizerRecord(
             factory="bitsandbytes.optim:AdamW8bit",
             package="bitsandbytes",
+            transformers_name="adamw_bnb_8bit",
             state_bytes=BLOCKWISE_STATE_BYTES,
             seconds_per_param=EIGHT_BIT_SECONDS_PER_PARAM,
             min_capability=(6, 0),
@@ -133,6 +140,7 @@ class Optimizer(RecordEnum):
         OptimizerRecord(
             factory="bitsandbytes.optim:PagedAdamW8bit",
             package="bitsandbytes",
+            transformers_name="paged_adamw_8bit",
             state_bytes=BLOCKWISE_STATE_BYTES,
             is_paged=True,
             seconds_per_param=EIGHT_BIT_SECONDS_PER_PARAM,
@@ -166,6 +174,7 @@ class Optimizer(RecordEnum):
         "adafactor",
         OptimizerRecord(
             factory="torch.optim:Adafactor",
+            transformers_name="adafactor",
             # Row and column sums are three orders of magnitude smaller than the values.
             state_values=0,
             temporary="largest parameter",

@@ -257,13 +257,7 @@ _OURS = Fact(
         "recomputed_layers": (None,),
     },
 )
-_HF_OPTIMIZERS = (
-    Optimizer.ADAMW,
-    Optimizer.ADAMW_FOREACH,
-    Optimizer.ADAMW_8BIT,
-    Optimizer.ADAMW_PAGED_8BIT,
-    Optimizer.ADAFACTOR,
-)
+_HF_OPTIMIZERS = tuple(one for one in Optimizer if one.record.transformers_name is not None)
 _HF_SHARDINGS = tuple(one for one in Sharding if one is not Sharding.FSDP_HYBRID)
 
 

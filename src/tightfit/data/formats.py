@@ -174,6 +174,8 @@ class RowFormat:
     keys: tuple[tuple[str, ...], ...]
     example: str
     make: Make
+    title: str = ""
+    """What `prepare` calls it, where its name says too little."""
 
     def matches(self, names: Iterable[str]) -> bool:
         held = set(names)
@@ -212,24 +214,28 @@ FORMATS = {
             keys=(("messages", "conversations", "conversation"),),
             example='{"messages": [{"role": "user", "content": "..."}, ...]}',
             make=_from_chat,
+            title="conversations (messages)",
         ),
         RowFormat(
             name="alpaca",
             keys=(("instruction",), ("output", "response")),
             example='{"instruction": "...", "input": "...", "output": "..."}',
             make=_from_alpaca,
+            title="Alpaca (instruction, input, output)",
         ),
         RowFormat(
             name="question-context-answer",
             keys=(("question",), ("context",), ("answer", "answers", "query")),
             example='{"question": "...", "context": "...", "answer": "..."}',
             make=_from_prompt,
+            title="question, context, answer",
         ),
         RowFormat(
             name="dialogue-summary",
             keys=(("dialogue", "document", "article"), ("summary", "highlights")),
             example='{"dialogue": "...", "summary": "..."}',
             make=_from_dialogue,
+            title="dialogue, summary",
         ),
         RowFormat(
             name="prompt-completion",
@@ -239,9 +245,14 @@ FORMATS = {
             ),
             example='{"prompt": "...", "completion": "..."}',
             make=_from_prompt,
+            title="prompt, completion",
         ),
         RowFormat(
-            name="text", keys=(("text", "content"),), example='{"text": "..."}', make=_from_text
+            name="text",
+            keys=(("text", "content"),),
+            example='{"text": "..."}',
+            make=_from_text,
+            title="plain text",
         ),
     )
 }

@@ -153,7 +153,7 @@ def evaluate_model(request: EvaluateRequest) -> Scores:
         format=data_format,
         num_rows=len(questions) or len(store),
         columns=tuple(columns),
-        metrics=_compare_columns(columns, metrics),
+        metrics=_compare_columns(columns, metrics, notes),
         template=store.description.template,
         device=own.device,
         dtype=own.format,
@@ -233,20 +233,26 @@ _LARGEST_EXPONENT = 700.0
 
 
 def _compare_columns(
-    columns: Mapping[str, ColumnResult], metrics: Sequence[Metric]
+    columns: Mapping[str, ColumnResult], metrics: Sequence[Metric], notes: list[str]
 ) -> tuple[MetricScore, ...]:
-    """One entry per score: each model's, and the difference of tuned and base."""
+    """One entry per score: each model's, and the difference of tuned and base, on the same rows."""
     import numpy as np
 
     compared: list[MetricScore] = []
     for kind in (
         kind for metric in reversed(metrics) if metric.make_score for kind in metric.kinds
     ):
+        rows = [
+            row
+            for row in zip(*(column.answers for column in columns.values()), strict=True)
+            if all(kind.name in one.scores for one in row)
+        ]
+        if not rows:
+            notes.append(f"{kind.name}: no row has this score for every model")
+            continue
         values = {
-            name: np.array(
-                [one.scores[kind.name] for one in column.answers if kind.name in one.scores]
-            )
-            for name, column in columns.items()
+            name: np.array([row[place].scores[kind.name] for row in rows])
+            for place, name in enumerate(columns)
         }
         compared.append(_metric(kind, values, None))
     losses = {name: column.losses for name, column in columns.items() if column.losses is not None}

@@ -31,9 +31,10 @@ class ScoreKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerScore:
-    """One metric's scores of one answer. A score that this row cannot have is left out."""
+    """One metric's scores of one answer."""
 
     values: dict[str, float]
+    """By name of a `ScoreKind`. A score that this row cannot have is left out."""
     query: str | None = None
     problem: str | None = None
 
@@ -49,7 +50,7 @@ class Metric:
     word: str
     help: str
     kinds: tuple[ScoreKind, ...]
-    """Its numbers, the most informative first."""
+    """Its numbers, the most informative first; no two metrics share a name."""
     suits: Callable[[str, Sequence[Question]], bool]
     """Whether it is chosen by default, by the format of the rows and the questions in them."""
     make_score: Callable[[Sequence[Question], Path | None, list[str]], Score] | None
@@ -232,6 +233,6 @@ METRICS = {
             suits=_asks_for_sql,
             make_score=_score_execution,
         ),
-    )
+    )  # the most particular
 }
 """By word, from the general to the particular; tables show the particular first."""

@@ -34,6 +34,31 @@ _STATED_MEMORY = re.compile(r"(.*?)[\s\-_]*([0-9]{1,4})\s*(?:gb|gib|g)", re.IGNO
 
 _Row = dict[str, Any]
 
+_PEAKS = ("fp32", "tf32", "fp16", "bf16", "fp8")
+_REQUIRED = {
+    "name",
+    "family",
+    "aliases",
+    "memory_marketing_gb",
+    "peak_tflops_dense",
+    "memory_bandwidth_gb_per_s",
+    "pcie",
+    "compute_capability",
+    "bf16_supported",
+    "tdp_w",
+    "prices",
+}
+_OPTIONAL = {
+    "memory_nvidia_smi_mib",
+    "memory_torch_total_mib",
+    "nvlink_gb_per_s_one_direction",
+    "peer_gb_per_s_one_direction",
+    "achievable_bf16_tflops",
+    "default_for",
+    "notes",
+}
+"""Fields of a row; EXTENDING.md says what each is."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuMatch:
@@ -145,13 +170,39 @@ def gpu_names() -> list[str]:
 @lru_cache(maxsize=1)
 def _document() -> _Row:
     text = resources.files("tightfit.catalogue").joinpath("gpus.json").read_text("utf-8")
-    document: _Row = json.loads(text)
+    try:
+        document: _Row = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise InvalidInputError(
+            f"catalogue/gpus.json is not JSON: {error}.", remedy="mend that line"
+        ) from None
     return document
 
 
 @lru_cache(maxsize=1)
 def _rows() -> dict[str, _Row]:
-    return {row["name"]: row for row in _document()["gpus"]}
+    rows = _document()["gpus"]
+    for place, row in enumerate(rows, start=1):
+        _check_row(row, row.get("name") or f"row {place}")
+    return {row["name"]: row for row in rows}
+
+
+def _check_row(row: _Row, name: str) -> None:
+    """For who adds a row: what is missing or unknown in it, and the words there are."""
+    problems = [f"no `{field}`" for field in _REQUIRED if field not in row]
+    problems += [f"unknown field `{field}`" for field in row.keys() - _REQUIRED - _OPTIONAL]
+    problems += [
+        f"unknown kind of peak `{kind}` (there are {', '.join(_PEAKS)})"
+        for kind in row.get("peak_tflops_dense", {}).keys() - set(_PEAKS)
+    ]
+    pcie = row.get("pcie", {}).get("value")
+    if pcie not in PCIE_BYTES_PER_SECOND:
+        problems.append(f"pcie `{pcie}` (there are {', '.join(PCIE_BYTES_PER_SECOND)})")
+    if problems:
+        raise InvalidInputError(
+            f"catalogue/gpus.json, {name}: {'; '.join(sorted(problems))}.",
+            remedy="compare it with the rows around it; EXTENDING.md has a whole one",
+        )
 
 
 @lru_cache(maxsize=1)

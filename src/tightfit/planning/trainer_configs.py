@@ -15,7 +15,6 @@ import yaml
 
 from tightfit.core.attention import Attention
 from tightfit.core.dtypes import Dtype
-from tightfit.core.optimizers import Optimizer
 from tightfit.core.settings import ALL_LINEAR, Loss, Method, Offload, Sharding
 from tightfit.core.strategy import DEFAULT_ALPHA_PER_RANK, Strategy, default_learning_rate
 from tightfit.core.trainers import find_trainer
@@ -23,14 +22,6 @@ from tightfit.planning.plan import Plan
 
 _Keys = dict[str, Any]
 _TORCH_NAMES = {Dtype.BF16: "bfloat16", Dtype.FP16: "float16", Dtype.FP32: "float32"}
-_OPTIMIZERS = {
-    Optimizer.ADAMW: "adamw_torch_fused",
-    Optimizer.ADAMW_FOREACH: "adamw_torch",
-    Optimizer.ADAMW_8BIT: "adamw_bnb_8bit",
-    Optimizer.ADAMW_PAGED_8BIT: "paged_adamw_8bit",
-    Optimizer.ADAFACTOR: "adafactor",
-}
-"""transformers' `OptimizerNames`."""
 _EMBEDDINGS = ["embed_tokens", "lm_head"]
 
 
@@ -61,7 +52,7 @@ def write_trl(plan: Plan, stem: str) -> dict[str, str]:
         "max_length": s.seq_len,
         "packing": s.packing,
         "gradient_checkpointing": s.checkpointing,
-        "optim": _OPTIMIZERS[s.optimizer],
+        "optim": s.optimizer.record.transformers_name,
     }
     if s.fused_kernels:
         keys["use_liger_kernel"] = True
@@ -105,7 +96,7 @@ def write_axolotl(plan: Plan, stem: str) -> dict[str, str]:
         "gradient_accumulation_steps": s.grad_accum,
         "num_epochs": plan.num_epochs,
         "learning_rate": default_learning_rate(plan.strategy.method, plan.strategy.optimizer),
-        "optimizer": _OPTIMIZERS[s.optimizer],
+        "optimizer": s.optimizer.record.transformers_name,
         "gradient_checkpointing": s.checkpointing,
         "attn_implementation": s.attention.record.implementation,
         "bf16": s.compute is Dtype.BF16,
@@ -166,7 +157,7 @@ def write_llama_factory(plan: Plan, stem: str) -> dict[str, str]:
         "cutoff_len": s.seq_len,
         **_batch(plan),
         **_mixed_precision(s),
-        "optim": _OPTIMIZERS[s.optimizer],
+        "optim": s.optimizer.record.transformers_name,
         "flash_attn": attention,
         "disable_gradient_checkpointing": not s.checkpointing,
         "enable_liger_kernel": s.fused_kernels or s.loss is Loss.FUSED,

@@ -19,6 +19,7 @@ from tightfit.cli.app import main
 from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError
 from tightfit.core.strategy import Training
 from tightfit.evaluation.evaluate import EvaluateRequest, evaluate_model
+from tightfit.evaluation.metrics import METRICS, AnswerScore, Metric, ScoreKind
 from tightfit.evaluation.scored_models import find_eval_target
 from tightfit.evaluation.scores import AnswerRow, Scores, estimate_interval
 from tightfit.runs.run_folder import RunFolder
@@ -139,6 +140,29 @@ def test_gold_answers_score_full_marks(
     assert (values["execution"], values["exact"], values["exact_words"]) == (1.0, 0.75, 1.0)
     assert scores.metrics[0].difference is None
     assert scores.metrics[0].scores["model"].low < 1.0, "three rows prove no certainty"
+
+
+def test_a_score_that_no_row_has_is_said_and_left_out(
+    run: RunFolder, sql_rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def score_first_answer(number: int, _answer: str) -> AnswerScore:
+        return AnswerScore(values={"some": 1.0} if number == 1 else {})
+
+    silent = Metric(
+        word="silent",
+        help="scores one row in one of two numbers",
+        kinds=(ScoreKind(name="some", title="some"), ScoreKind(name="none", title="none")),
+        suits=lambda _format, _questions: False,
+        make_score=lambda _questions, _databases, _notes: score_first_answer,
+    )
+    monkeypatch.setitem(METRICS, "silent", silent)
+
+    scores = evaluate_model(
+        EvaluateRequest(target=str(run.path), data=str(sql_rows), metrics=("silent",))
+    )
+
+    assert [(one.name, one.num_rows) for one in scores.metrics] == [("some", 1)]
+    assert scores.notes[-1] == "none: no row has this score for every model"
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,10 @@ DOCUMENT = json.loads(resources.files("tightfit.catalogue").joinpath("gpus.json"
 ROWS = DOCUMENT["gpus"]
 
 
+def find_row(name: str) -> dict[str, object]:
+    return next(row for row in ROWS if row["name"] == name)
+
+
 def test_there_are_as_many_gpus_as_rows() -> None:
     assert len(list_gpus()) == len(ROWS) >= 30
 
@@ -65,6 +69,30 @@ def test_every_number_has_a_source_and_no_private_reference(row: dict[str, objec
     assert isinstance(prices, list)
     assert all(price["source"] in DOCUMENT["sources"] for price in prices)
     assert len(describe_gpu(str(row["name"])).numbers) == len(numbers) + len(peaks)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "named"),
+    [
+        ("pcie", {"value": "PCIe 4 x16", "source": "own"}, "there are PCIe 2.0 x16, PCIe 3.0 x16"),
+        ("tdp_w", None, "no `tdp_w`"),
+        ("memory_mib", 1, "unknown field `memory_mib`"),
+        ("peak_tflops_dense", {"fp16_tensor": {}}, "unknown kind of peak `fp16_tensor`"),
+    ],
+)
+def test_a_faulty_row_is_named_with_what_is_wrong(
+    field: str, value: object, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row = {**find_row("Tesla K20m"), field: value}
+    if value is None:
+        del row[field]
+    monkeypatch.setattr(catalogue, "_document", lambda: {"gpus": [row]})
+    catalogue._rows.cache_clear()
+    try:
+        with pytest.raises(InvalidInputError, match=rf"gpus.json, Tesla K20m: .*{named}"):
+            catalogue._rows()
+    finally:
+        catalogue._rows.cache_clear()
 
 
 def test_no_two_rows_share_a_name() -> None:

@@ -46,11 +46,9 @@ def test_its_plans_and_its_own_defaults_are_within_what_it_has(trainer: Trainer)
     for each in found.plans:
         assert each.strategy.trainer == current.spelling
         assert current.find_lacking(each.strategy, each.model.model_type) is None
-    method = "full" if trainer.name == "torchtitan" else "lora"
-    sharding = "fsdp" if trainer.name == "fsdp-qlora" else None
-    default = estimate(
-        MODEL, on="2xA100-80GB", trainer=trainer.name, method=method, sharding=sharding
-    )
+    first = found.plans[0].strategy
+    job: dict[str, Any] = {"method": first.method.value, "sharding": first.sharding.value}
+    default = estimate(MODEL, on="2xA100-80GB", trainer=trainer.name, **job)
     assert default.estimate.verdict.value == "fits", default.estimate.reason
 
 
@@ -149,7 +147,9 @@ def test_configurations_are_as_agreed(name: str, trainer: str, method: str, shar
 
 @pytest.mark.parametrize("sharding", ["ddp", "zero2", "zero3"])
 def test_deepspeed_reads_its_own_configuration(sharding: str) -> None:
-    deepspeed_config = pytest.importorskip("deepspeed.runtime.config", reason="pip install deepspeed")
+    deepspeed_config = pytest.importorskip(
+        "deepspeed.runtime.config", reason="pip install deepspeed"
+    )
     settings = [*STATED, f"sharding={sharding}"]
     best = plan(MODEL, on="4xA100-80GB", trainer="deepspeed", method="full", settings=settings).best
     (text,) = list_config_files(best, Path("plan.json")).values()
