@@ -92,18 +92,11 @@ check: install  ## what CI runs before the tests: style, types, rooms, generated
 	$(BIN)/python scripts/write_cli_docs.py --check
 	$(BIN)/python scripts/write_readme.py --check
 
+# Two at a time; then alone what is timed.
+BENCHMARKS = published_memory closed_form_vs_trace published_time h200_memory h200_allocator h200_trace \
+	other_trainers farm_simulation h200_throughput h200_sweep measure_demo_step
 bench: install  ## predicted against published memory and time; fails if it got worse
-	$(BIN)/python benchmarks/h200_memory.py --check
-	$(BIN)/python benchmarks/h200_allocator.py --check
-	$(BIN)/python benchmarks/h200_trace.py --check
-	$(BIN)/python benchmarks/closed_form_vs_trace.py --check
-	$(BIN)/python benchmarks/published_memory.py --check
-	$(BIN)/python benchmarks/published_time.py --check
-	$(BIN)/python benchmarks/other_trainers.py --check
-	$(BIN)/python benchmarks/farm_simulation.py --check
-	$(BIN)/python benchmarks/h200_throughput.py --check
-	$(BIN)/python benchmarks/h200_sweep.py --check
-	$(BIN)/python benchmarks/measure_demo_step.py --check
+	printf '%s\n' $(BENCHMARKS) | xargs -P 2 -I NAME $(BIN)/python benchmarks/NAME.py --check
 	$(BIN)/python benchmarks/measure_cli_seconds.py --check
 
 format: install  ## let ruff rewrite what it can
