@@ -59,6 +59,8 @@ class ChildProcess:
             raise
         self.pid = self._process.pid
         self._sending = threading.Lock()
+        self._reading = threading.RLock()
+        """Held while `_stderr` is read or closed: its descriptor may be another file's by then."""
         self._alarm = threading.Timer(limit_seconds or 0.0, self._process.kill)
         if limit_seconds is not None:
             self._alarm.daemon = True
@@ -118,7 +120,7 @@ class ChildProcess:
             with suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
             self._process.wait()
-        if not self._stderr.closed:
+        with self._reading:
             self._other_output = self.last_line
             self._stderr.close()
 
@@ -126,12 +128,13 @@ class ChildProcess:
     def last_line(self) -> str:
         """The last line on stderr, or else of what was no JSON on stdout."""
         lines: list[str] = []
-        if not self._stderr.closed:
-            # pread: the child writes at the same file position.
-            descriptor = self._stderr.fileno()
-            start = max(0, os.fstat(descriptor).st_size - _TAIL_BYTES)
-            text = os.pread(descriptor, _TAIL_BYTES, start).decode(errors="replace")
-            lines = [line.strip() for line in text.splitlines() if line.strip()]
+        with self._reading:
+            if not self._stderr.closed:
+                # pread: the child writes at the same file position.
+                descriptor = self._stderr.fileno()
+                start = max(0, os.fstat(descriptor).st_size - _TAIL_BYTES)
+                text = os.pread(descriptor, _TAIL_BYTES, start).decode(errors="replace")
+                lines = [line.strip() for line in text.splitlines() if line.strip()]
         return (lines[-1] if lines else self._other_output)[:LAST_LINE_CHARS]
 
 
