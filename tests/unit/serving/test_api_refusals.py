@@ -98,6 +98,7 @@ def test_wrong_values_name_their_field(served: Served, fields: dict[str, Any], p
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"logprobs": True}, "logprobs"),
+        ({"logprobs": 0}, "logprobs"),
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"modalities": ["text", "audio"]}, "modalities"),
@@ -129,7 +130,7 @@ def test_what_would_change_the_answer_is_not_overlooked(
 
 
 @pytest.mark.parametrize(
-    "fields", [{"echo": True}, {"best_of": 3}, {"suffix": "x"}, {"logprobs": 2}]
+    "fields", [{"echo": True}, {"best_of": 3}, {"suffix": "x"}, {"logprobs": 2}, {"logprobs": 0}]
 )
 def test_completions_refuse_theirs(served: Served, fields: dict[str, Any]) -> None:
     error = _error(served.http.post("/v1/completions", json={"prompt": "a", **fields}), 400)

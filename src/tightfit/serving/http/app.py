@@ -370,6 +370,14 @@ def _describe(app: FastAPI, *, needs_key: bool) -> dict[str, Any]:
     return found
 
 
+_EVENT = {
+    "type": "object",
+    "description": "One server-sent event.",
+    "properties": {"data": {"type": "string"}},
+    "required": ["data"],
+}
+
+
 def _streamed(whole: type[Any], chunk: type[Any]) -> dict[str, Any]:
     lines = (
         "With `stream`: lines `data: {...}`, each of the shape of "
@@ -378,8 +386,8 @@ def _streamed(whole: type[Any], chunk: type[Any]) -> dict[str, Any]:
     )
     return {
         "model": whole,
-        "description": "The answer.",
-        "content": {"text/event-stream": {"schema": {"type": "string", "description": lines}}},
+        "description": f"The answer. {lines}",
+        "content": {"text/event-stream": {"schema": _EVENT}},
     }
 
 

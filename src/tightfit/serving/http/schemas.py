@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from fastapi import HTTPException, Response
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from tightfit.core.errors import UserError
 
@@ -32,12 +32,20 @@ def _require_characters(text: str) -> str:
     return text
 
 
+def _refuse_numbers(value: object) -> object:
+    """`Literal[False]` would take 0 too, which it equals; `logprobs: 0` asks for something."""
+    if value is not None and not isinstance(value, bool):
+        raise ValueError("only false is supported")
+    return value
+
+
 Text = Annotated[str, AfterValidator(_require_characters)]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 StopText = Annotated[Text, Field(max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 NoItems = Annotated[list[Any], Field(max_length=0)]
 NoKeys = Annotated[dict[str, Any], Field(max_length=0)]
+No = Annotated[Literal[False], BeforeValidator(_refuse_numbers)]
 Zero = Annotated[float, Field(ge=0, le=0)]
 
 
@@ -128,7 +136,7 @@ class ChatRequest(AnswerRequest):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Count | None = None
     """The newer name of `max_tokens`, and stronger than it."""
-    logprobs: Literal[False] | None = None
+    logprobs: No | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
     tools: NoItems | None = None
     tool_choice: Literal["none", "auto"] | None = None
@@ -160,9 +168,9 @@ class CompletionRequest(AnswerRequest):
         ]
     )
     """A text, several, or the same as tokens."""
-    logprobs: Literal[False] | None = None
+    logprobs: No | None = None
     best_of: Annotated[int, Field(ge=1, le=1)] | None = None
-    echo: Literal[False] | None = None
+    echo: No | None = None
     suffix: Annotated[str, Field(max_length=0)] | None = None
 
     @property
