@@ -114,7 +114,16 @@ def test_plans_are_there_in_under_a_second_after_typing(tab: Watched) -> None:
 def test_what_would_fit_is_said_where_nothing_does_and_can_be_chosen(tab: Watched) -> None:
     page = tab.page
     fill(page, "tf-plan-model", "Llama-3.1-70B")
+    error = page.locator("#tf-plans .tf-error")
+    error.wait_for()
+    of_any_method = error.inner_text()
     page.locator("#tf-plan-method").get_by_text("full", exact=True).click()
+    # What the first answer proposes would not fit the second question.
+    page.wait_for_function(
+        "before => ![null, before].includes("
+        "document.querySelector('#tf-plans .tf-error')?.innerText ?? null)",
+        arg=of_any_method,
+    )
     page.wait_for_selector(".tf-fill")
     assert "The smallest plan needs" in page.inner_text("#tf-plans .tf-error")
     assert "Why others lose" in page.inner_text("#tf-plans")
