@@ -272,7 +272,8 @@ def _source_row(source: SourceReport, is_mixed: bool) -> list[str]:
 def _format_words(name: str) -> str:
     if not name:
         return "nothing known"
-    return " and ".join(FORMATS[part].title or part for part in name.split("+"))
+    titles = {one.name: one.title for one in FORMATS.values()}
+    return " and ".join(titles.get(part) or part for part in name.split("+"))
 
 
 def _settings(recipe: Recipe, encoded: EncodedDataset) -> Iterator[tuple[str, str]]:

@@ -221,9 +221,15 @@ def stream(engine: Engine, request: Request) -> Iterator[Delta | Done]:
 
 
 def answer_all(
-    engine: Engine, requests: Iterable[Request], *, in_flight: int | None = None
+    engine: Engine,
+    requests: Iterable[Request],
+    *,
+    in_flight: int | None = None,
+    on_delta: Callable[[int, Delta], None] = lambda _number, _delta: None,
 ) -> Iterator[tuple[int, Done | Failed]]:
     """Each request's number and final event, in the order in which they end.
+
+    `on_delta` receives each request's number and pieces, in the engine's thread, before its end.
 
     Requests are drawn from the iterable only as others end, so that it may be long; never more
     than `in_flight` are handed in, by default twice the engine's slots. One that the engine
@@ -241,7 +247,7 @@ def answer_all(
                 if request is None:
                     is_more = False
                     break
-                listen = partial(_put_end, ended, number)
+                listen = partial(_sort_event, ended, on_delta, number)
                 try:
                     open_tickets[number] = engine.submit(request, listen)
                 except UserError as error:
@@ -258,8 +264,15 @@ def answer_all(
                 ticket.cancel()
 
 
-def _put_end(ended: SimpleQueue[tuple[int, Done | Failed]], number: int, event: Event) -> None:
-    if not isinstance(event, Delta):
+def _sort_event(
+    ended: SimpleQueue[tuple[int, Done | Failed]],
+    on_delta: Callable[[int, Delta], None],
+    number: int,
+    event: Event,
+) -> None:
+    if isinstance(event, Delta):
+        on_delta(number, event)
+    else:
         ended.put((number, event))
 
 

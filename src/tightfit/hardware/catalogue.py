@@ -34,31 +34,6 @@ _STATED_MEMORY = re.compile(r"(.*?)[\s\-_]*([0-9]{1,4})\s*(?:gb|gib|g)", re.IGNO
 
 _Row = dict[str, Any]
 
-_PEAKS = ("fp32", "tf32", "fp16", "bf16", "fp8")
-_REQUIRED = {
-    "name",
-    "family",
-    "aliases",
-    "memory_marketing_gb",
-    "peak_tflops_dense",
-    "memory_bandwidth_gb_per_s",
-    "pcie",
-    "compute_capability",
-    "bf16_supported",
-    "tdp_w",
-    "prices",
-}
-_OPTIONAL = {
-    "memory_nvidia_smi_mib",
-    "memory_torch_total_mib",
-    "nvlink_gb_per_s_one_direction",
-    "peer_gb_per_s_one_direction",
-    "achievable_bf16_tflops",
-    "default_for",
-    "notes",
-}
-"""Fields of a row; EXTENDING.md says what each is."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuMatch:
@@ -189,14 +164,13 @@ def _rows() -> dict[str, _Row]:
 
 def _check_row(row: _Row, name: str) -> None:
     """For who adds a row: what is missing or unknown in it, and the words there are."""
-    problems = [f"no `{field}`" for field in _REQUIRED if field not in row]
-    problems += [f"unknown field `{field}`" for field in row.keys() - _REQUIRED - _OPTIONAL]
+    problems = [f"no `{field}`" for field in _FIELDS - _OPTIONAL - row.keys()]
+    problems += [f"unknown field `{field}`" for field in row.keys() - _FIELDS]
     problems += [
         f"unknown kind of peak `{kind}` (there are {', '.join(_PEAKS)})"
         for kind in row.get("peak_tflops_dense", {}).keys() - set(_PEAKS)
     ]
-    pcie = row.get("pcie", {}).get("value")
-    if pcie not in PCIE_BYTES_PER_SECOND:
+    if "pcie" in row and (pcie := row["pcie"]["value"]) not in PCIE_BYTES_PER_SECOND:
         problems.append(f"pcie `{pcie}` (there are {', '.join(PCIE_BYTES_PER_SECOND)})")
     if problems:
         raise InvalidInputError(
@@ -342,6 +316,7 @@ def _source(key: str) -> str:
     return sources.get(key, key)
 
 
+_PEAKS = ("fp32", "tf32", "fp16", "bf16", "fp8")
 _LABELS = {
     "memory_marketing_gb": ("memory as sold", "GB"),
     "memory_nvidia_smi_mib": ("memory in nvidia-smi", "MiB"),
@@ -355,6 +330,19 @@ _LABELS = {
     "bf16_supported": ("bf16", ""),
     "tdp_w": ("power", "W"),
 }
+_FIELDS = {"name", "family", "aliases", "default_for", "peak_tflops_dense", "prices", "notes"} | (
+    _LABELS.keys()
+)
+_OPTIONAL = {
+    "memory_nvidia_smi_mib",
+    "memory_torch_total_mib",
+    "nvlink_gb_per_s_one_direction",
+    "peer_gb_per_s_one_direction",
+    "achievable_bf16_tflops",
+    "default_for",
+    "notes",
+}
+"""EXTENDING.md says what each is."""
 
 
 def _number(label: str, unit: str, number: _Row) -> SourcedNumber:

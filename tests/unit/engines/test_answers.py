@@ -130,6 +130,25 @@ def test_all_are_answered_in_the_order_they_end() -> None:
     assert found == [(2, "3"), (1, "2"), (0, "1")]
 
 
+def test_pieces_come_with_the_number_of_their_request() -> None:
+    class Spelling(Puppet):
+        def submit(self, request: Request, listener: Listener) -> Handed:
+            handed = super().submit(request, listener)
+            for token in request.prompt[0], 0:
+                listener(Delta(text=str(token), tokens=(token,)))
+            handed.end()
+            return handed
+
+    pieces: list[tuple[int, tuple[int, ...]]] = []
+    ends = answer_all(
+        as_engine(Spelling()),
+        requests(7, 13, 9),
+        on_delta=lambda number, delta: pieces.append((number, delta.tokens)),
+    )
+    assert sorted(number for number, _ in ends) == [0, 1, 2]
+    assert pieces == [(0, (7,)), (0, (0,)), (2, (9,)), (2, (0,))]
+
+
 def _end_backwards(puppet: Puppet, count: int) -> None:
     for _ in range(count):
         puppet.arrived.acquire()

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from importlib import resources
 from math import inf
 from pathlib import Path
-from queue import SimpleQueue
 
 from tightfit.core.dtypes import Dtype, find_plain_dtype
 from tightfit.core.errors import DoesNotFitError, InvalidInputError, NotFoundError, UserError
@@ -26,15 +25,7 @@ from tightfit.data.sources import open_source, read_source
 from tightfit.data.templates import Prompter, TemplateRenderError
 from tightfit.data.token_store import TokenStore
 from tightfit.engines.open import EngineRequest, open_engine
-from tightfit.engines.protocol import (
-    Delta,
-    Done,
-    Engine,
-    EngineInfo,
-    Event,
-    FinishReason,
-    Request,
-)
+from tightfit.engines.protocol import Done, Engine, EngineInfo, FinishReason, Request, answer_all
 from tightfit.export.formats import StepKind
 from tightfit.export.verify.files import (
     TRICKY_TEXT,
@@ -247,15 +238,28 @@ _NONE = Answer(text="", tokens=(), is_stopped=False)
 def ask_all(
     engine: Engine, prompts: Sequence[Prompt], report: Callable[[int], None]
 ) -> list[Answer]:
-    """Each prompt by the engine's own template and tokenizer, greedily.
+    """Each prompt by the engine's own template and tokenizer, greedily, several at once.
 
-    All are handed in before the first is read: an engine with several slots computes them together.
+    One that the template or the engine refuses has an empty answer.
     """
-    requests = [_make_request(engine, prompt) for prompt in prompts]
-    events = [_submit(engine, request) for request in requests]
-    answers = []
-    for each in events:
-        answers.append(_NONE if each is None else _collect(each))
+    answers = [_NONE] * len(prompts)
+    requests: dict[int, Request] = {}
+    for number, prompt in enumerate(prompts):
+        with contextlib.suppress(InvalidInputError, TemplateRenderError):
+            requests[number] = _make_request(engine, prompt)
+    asked, tokens = list(requests), [list[int]() for _ in requests]
+    ends = answer_all(
+        engine, requests.values(), on_delta=lambda at, delta: tokens[at].extend(delta.tokens)
+    )
+    report(ANSWER_WEIGHT * (len(prompts) - len(asked)))
+    for at, end in ends:
+        if isinstance(end, Done):
+            is_stopped = end.reason is FinishReason.STOP
+            answers[asked[at]] = Answer(
+                text=end.text, tokens=tuple(tokens[at]), is_stopped=is_stopped
+            )
+        elif not isinstance(end.error, InvalidInputError):
+            raise end.error  # non-finite logits, which are refused so, are judged with the scores
         report(ANSWER_WEIGHT)
     return answers
 
@@ -306,40 +310,10 @@ def _judge_stops(rows: Sequence[AnswerComparison]) -> list[Finding]:
     return [fail("answers", f"It {finding}.", remedy)]
 
 
-def _make_request(engine: Engine, prompt: Prompt) -> Request | None:
-    """None for a prompt that the template refuses."""
-    try:
-        ids = engine.prompter.chat(prompt)
-    except (InvalidInputError, TemplateRenderError):
-        return None
+def _make_request(engine: Engine, prompt: Prompt) -> Request:
+    ids = engine.prompter.chat(prompt)
     room = max(1, min(ANSWER_TOKENS, engine.info.max_context - len(ids) - 1))
     return Request(prompt=ids, sampling=Sampling(max_new_tokens=room))
-
-
-def _submit(engine: Engine, request: Request | None) -> SimpleQueue[Event] | None:
-    events: SimpleQueue[Event] = SimpleQueue()
-    if request is None:
-        return None
-    try:
-        engine.submit(request, events.put)
-    except InvalidInputError:  # longer than the context
-        return None
-    return events
-
-
-def _collect(events: SimpleQueue[Event]) -> Answer:
-    tokens: list[int] = []
-    while True:
-        event = events.get()
-        if isinstance(event, Delta):
-            tokens += event.tokens
-        elif isinstance(event, Done):
-            is_stopped = event.reason is FinishReason.STOP
-            return Answer(text=event.text, tokens=tuple(tokens), is_stopped=is_stopped)
-        elif isinstance(event.error, InvalidInputError):
-            return _NONE  # non-finite logits are judged with the scores
-        else:
-            raise event.error
 
 
 DEFAULT_TOKENS = 2048
