@@ -19,6 +19,7 @@ class AttentionFeature(str, Enum):
     WINDOW = "window"
     CHUNKS = "chunks"
     SINKS = "sinks"
+    ALIBI = "alibi"
     BIDIRECTIONAL = "bidirectional"
     DROPOUT = "dropout"
 
@@ -30,6 +31,8 @@ class AttentionRecord:
     implementation: str
     """transformers' own name; or `module:function` of a function with the arguments of
     transformers' `sdpa_attention_forward`, imported when a model is loaded."""
+    mask: str = "transformers.masking_utils:sdpa_mask"
+    """For such a function, the one that makes its mask, with that one's arguments."""
 
     # What it computes
     features: frozenset[AttentionFeature] = frozenset()
@@ -84,14 +87,14 @@ class Attention(RecordEnum):
             stores_scores=True,
             skips="nothing",
             num_kernels=8,
-            preference=3,
+            preference=4,
         ),
     )
     SDPA = (
         "sdpa",
         AttentionRecord(
             implementation="sdpa",
-            # Windows and chunks come as a mask.
+            # Windows, chunks and biases by distance come as a mask.
             features=_ALL - {AttentionFeature.SOFTCAP, AttentionFeature.SINKS},
             varlen="where it can",
             preference=1,
@@ -114,6 +117,20 @@ class Attention(RecordEnum):
             min_capability=(8, 0),
             runs_on_cpu=False,
             preference=2,
+        ),
+    )
+    FLEX = (
+        "flex",
+        AttentionRecord(
+            implementation="tightfit.runtime.flex_attention:flex_attention",
+            mask="tightfit.runtime.flex_attention:make_block_mask",
+            features=_ALL - {AttentionFeature.DROPOUT},
+            max_head_dim=256,
+            head_dim_multiple=8,
+            skips="windows",
+            min_capability=(8, 0),  # triton's, and that of its kernels' shared memory
+            runs_on_cpu=False,  # no backward pass there (torch 2.13)
+            preference=3,
         ),
     )
 

@@ -30,6 +30,8 @@ MAX_LORA_RANK = 65_536
 MAX_LOSS_CHUNK_FACTOR = 1024
 MAX_COUNT = 10**9
 ALL_LINEAR = "all-linear"
+EXPERTS = "experts"
+"""Beside `all-linear`: a mixture's router and experts, which are bare parameters, too."""
 UNQUANTIZED = ("fp32", "fp16", "bf16")
 
 Name = Annotated[str, MinLen(1), MaxLen(4096)]
@@ -213,7 +215,8 @@ class StrategySettings(_Declared):
         tuple[Name, ...],
         MinLen(1),
         _of_job(
-            "Names of the modules that get adapters. [default: all-linear]",
+            "Names of the modules that get adapters; all-linear,experts: a mixture's experts too. "
+            "[default: all-linear]",
             recipe_key="lora.targets",
             metavar=f"A,B|{ALL_LINEAR}",
             example=ALL_LINEAR,

@@ -308,15 +308,15 @@ Source: h200_steps.json, t5-large."""
 def _uses_math_kernel(spec: ModelSpec, strategy: Strategy, numerics: ValueWidths) -> bool:
     """Whether SDPA falls back to the math kernel, which keeps the scores.
 
-    FlashAttention has no fp32 and, as Falcon calls it, a mask; the
-    memory-efficient kernel has no grouped heads. A CPU's kernel takes them all.
+    FlashAttention has no fp32; the memory-efficient kernel has no grouped heads. A CPU's kernel
+    takes them all.
     Source: torch 2.13, `_scaled_dot_product_flash_attention_for_cpu` as the gradient's name.
     """
     family = find_family(spec.model_type)
     if numerics.is_cpu and not family.has_position_bias:
         return False
     is_grouped = spec.num_kv_heads < spec.num_heads and _repeated_fraction(spec, strategy) < 1
-    has_no_flash = strategy.compute is Dtype.FP32 or family.sdpa_always_masks
+    has_no_flash = strategy.compute is Dtype.FP32
     return strategy.attention is Attention.SDPA and (
         family.has_position_bias or (has_no_flash and is_grouped)
     )
@@ -331,10 +331,9 @@ def _repeated_fraction(spec: ModelSpec, strategy: Strategy) -> float:
     """Share of layers where grouped keys and values are repeated before SDPA.
 
     transformers repeats them where there is a mask, as for a window that is no longer than
-    the row; Falcon lets SDPA broadcast. Source: transformers `use_gqa_in_sdpa`, modeling_falcon.
+    the row. Source: transformers `use_gqa_in_sdpa`.
     """
-    family = find_family(spec.model_type)
-    if strategy.attention is not Attention.SDPA or family.sdpa_always_masks:
+    if strategy.attention is not Attention.SDPA:
         return 0.0
     if strategy.repeat_keys or has_padding_mask(strategy):
         return 1.0
@@ -396,14 +395,12 @@ def _mlp_bytes(spec: ModelSpec, block: Block, strategy: Strategy, numerics: Valu
     if experts:
         num_active = experts[-1].copies_per_token
         width = experts[-1].in_features
-        # tokens are gathered for each expert, and each expert's output is kept for the router
-        per_expert = _inner_bytes(spec, strategy, numerics) * width
-        per_expert += numerics.value * spec.hidden_size
-        if numerics.is_full:
+        # The first product alone (runtime/kernels/experts.py); the compiler also keeps what was
+        # activated, and each expert's output for the router.
+        per_expert = numerics.value * (2 if spec.is_gated_mlp else 1) * width
+        if strategy.compile or strategy.trainer:
             per_expert += numerics.value * (width + spec.hidden_size)
-        total += num_active * per_expert
-        if not dense:
-            total += _input_bytes(experts[:1], spec.hidden_size, strategy, numerics)
+        total += num_active * per_expert + numerics.value * spec.hidden_size
     return total
 
 

@@ -33,7 +33,7 @@ from tightfit.estimation.weights import (
 )
 from tightfit.hardware import rates as eff
 from tightfit.hardware.rates import MatmulTable, find_fp8_matmul_table, find_matmul_table
-from tightfit.hardware.types import Node
+from tightfit.hardware.types import Gpu, Node
 from tightfit.models.spec import Block, Linear, ModelSpec
 
 
@@ -156,6 +156,8 @@ class MicroBatch(NamedTuple):
     rates: eff.DeviceRates
     lengths: RowLengths
     is_cpu: bool = False
+    has_grouped_products: bool = False
+    """One kernel multiplies the rows of all experts."""
 
     @property
     def tokens(self) -> float:
@@ -417,7 +419,7 @@ def _moved_bytes(job: MicroBatch, *, backward: bool) -> float:
     )
     if not backward:
         moved += traffic.dora_bytes(job.spec, strategy)
-    if strategy.weights is not Dtype.GPTQ4:  # only GPTQ packs experts, and runs them one by one
+    if not job.has_grouped_products and strategy.weights is not Dtype.GPTQ4:
         moved += traffic.EXPERT_LAYOUT_BYTES * job.work.expert_weights_held
     return moved
 
@@ -583,7 +585,15 @@ def _describe_micro_batch(
         rates=rates,
         lengths=lengths,
         is_cpu=node.gpu.is_cpu,
+        has_grouped_products=_has_grouped_products(node.gpu, strategy),
     )
+
+
+def _has_grouped_products(gpu: Gpu, strategy: Strategy) -> bool:
+    """As `runtime/kernels/experts.py` chooses; other trainers' experts were measured without."""
+    capability = gpu.compute_capability or (8, 0)
+    is_able = capability >= (8, 0) and not gpu.is_cpu
+    return is_able and strategy.compute is Dtype.BF16 and not strategy.trainer
 
 
 def _launch_seconds(job: MicroBatch, *, forward: float, backward: float) -> float:

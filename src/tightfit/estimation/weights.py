@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from tightfit.core.dtypes import Dtype
-from tightfit.core.settings import ALL_LINEAR, Method
+from tightfit.core.settings import ALL_LINEAR, EXPERTS, Method
 from tightfit.core.strategy import Strategy
 from tightfit.models.families.registry import find_family
 from tightfit.models.spec import Block, Linear, ModelSpec
@@ -115,8 +115,8 @@ def _quantized_bytes(spec: ModelSpec, dtype: Dtype, double_quant: bool) -> tuple
 
 def is_lora_target(part: Linear, targets: tuple[str, ...]) -> bool:
     """Whether LoRA attaches to this matrix, by peft's rule of matching the end of the name."""
-    if targets == (ALL_LINEAR,):
-        return part.lora_rank_factor > 0
+    if ALL_LINEAR in targets:
+        return part.lora_rank_factor > 0 and (part.is_module or EXPERTS in targets)
     return part.is_module and part.name in targets
 
 

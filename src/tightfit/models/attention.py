@@ -18,6 +18,7 @@ _PHRASES = {
     AttentionFeature.SOFTCAP: "it caps attention logits",
     AttentionFeature.SINKS: "it has attention sinks",
     AttentionFeature.CHUNKS: "it attends in chunks",
+    AttentionFeature.ALIBI: "it biases attention by distance",
     AttentionFeature.BIDIRECTIONAL: "it attends both ways",
     AttentionFeature.DROPOUT: "it drops attention weights while training",
 }
@@ -49,6 +50,7 @@ def needs_of(spec: ModelSpec) -> AttentionNeeds:
         AttentionFeature.SOFTCAP: spec.has_attention_softcap,
         AttentionFeature.WINDOW: spec.num_sliding_layers > 0,
         AttentionFeature.SINKS: family.has_sinks,
+        AttentionFeature.ALIBI: has_alibi(family, is_grouped=spec.num_kv_heads < spec.num_heads),
     }
     found = {feature for feature, is_there in stated.items() if is_there}
     return AttentionNeeds(
@@ -57,6 +59,11 @@ def needs_of(spec: ModelSpec) -> AttentionNeeds:
         features=frozenset({*found, *spec.attention_extras}),
         is_encoder_decoder=spec.is_encoder_decoder,
     )
+
+
+def has_alibi(family: Family, *, is_grouped: bool) -> bool:
+    """Whether scores get a fixed bias by distance."""
+    return family.alibi == "always" or (family.alibi == "ungrouped" and not is_grouped)
 
 
 def find_sdpa_problem(needs: AttentionNeeds) -> str | None:

@@ -141,6 +141,9 @@ class Family:
     accepts_custom_attention: bool = True
     """Attention is looked up by name, so that ours can be registered. False: the modelling code
     has classes of its own for each attention."""
+    own_attention: bool = False
+    """Such a family whose attention's forward is replaced by ours (runtime/own_attention.py), which
+    looks it up."""
     has_sinks: bool = False
     """A learned logit per head joins the softmax; no kernel that we call has them."""
     has_position_bias: bool = False
@@ -151,8 +154,6 @@ class Family:
     """Where the config does not say."""
     alibi: Literal["never", "always", "ungrouped"] = "never"
     """Where scores get a fixed bias by distance. `ungrouped`: in models without grouped heads."""
-    sdpa_always_masks: bool = False
-    """SDPA is always given a mask, so that its flash kernel is never chosen."""
     is_causal: bool = True
     """False: tokens see those behind them, so padding needs a mask."""
 
@@ -205,5 +206,5 @@ class Family:
 
     @property
     def has_fused_attention(self) -> bool:
-        """Whether its modelling code has any attention but the eager one."""
-        return self.has_sdpa or self.has_flash
+        """Whether it runs with any attention but the eager one."""
+        return self.has_sdpa or self.has_flash or self.own_attention

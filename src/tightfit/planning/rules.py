@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from tightfit.core.attention import Attention
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import UsageError
-from tightfit.core.settings import ALL_LINEAR, Loss, Method, Offload, Sharding
+from tightfit.core.settings import ALL_LINEAR, EXPERTS, Loss, Method, Offload, Sharding
 from tightfit.core.strategy import Strategy
 from tightfit.core.text import did_you_mean
 from tightfit.core.trainers import find_trainer
@@ -191,12 +191,30 @@ def _find_violated(case: Case, groups: Iterable[RuleGroup]) -> Iterator[Violatio
 def check_lora_targets(spec: ModelSpec, targets: tuple[str, ...]) -> None:
     """Raise where a target is no module of this model: adapters would silently be missing."""
     known = spec.module_names
+    words = [ALL_LINEAR]
+    if EXPERTS in targets:
+        _check_experts(spec, targets)
+        words.append(EXPERTS)
     for target in targets:
-        if target != ALL_LINEAR and target not in known:
+        if target not in words and target not in known:
             raise UsageError(
                 f"{spec.name} has no module `{target}`.{did_you_mean(target, known)}",
                 remedy=f"--set lora_targets={ALL_LINEAR}, or some of {','.join(known)}",
             )
+
+
+def _check_experts(spec: ModelSpec, targets: tuple[str, ...]) -> None:
+    if targets != (ALL_LINEAR, EXPERTS):
+        raise UsageError(
+            f"`{EXPERTS}` stands behind `{ALL_LINEAR}` alone.",
+            remedy=f"--set lora_targets={ALL_LINEAR},{EXPERTS}",
+        )
+    parts = [part for block in spec.blocks for part in block.linears]
+    if not any(part.lora_rank_factor and not part.is_module for part in parts):
+        raise UsageError(
+            f"peft has no adapters for experts of {spec.name}.",
+            remedy=f"--set lora_targets={ALL_LINEAR}",
+        )
 
 
 def without_dequantized_base(strategy: Strategy) -> dict[str, Any]:
@@ -471,7 +489,9 @@ JOB_RULES = _group(
     ),
     Rule(
         "fused-loss-family",
-        lambda c, s: s.loss is Loss.FUSED and not s.fused_kernels and not c.family.has_liger,
+        lambda c, s: (
+            s.loss is Loss.FUSED and not s.fused_kernels and not can_fuse_head_and_loss(c.spec)
+        ),
         "Liger has no fused loss for {m.model_type}; use the plain or chunked loss",
         _LIGER,
     ),

@@ -105,7 +105,7 @@ def write_axolotl(plan: Plan, stem: str) -> dict[str, str]:
     if s.checkpointing:
         keys["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
     if s.method is Method.LORA:
-        is_all = s.lora_targets == (ALL_LINEAR,)
+        is_all = ALL_LINEAR in s.lora_targets
         keys |= {
             "adapter": "qlora" if s.weights is Dtype.NF4 else "lora",
             **_lora(s, rank="lora_r"),
@@ -167,7 +167,7 @@ def write_llama_factory(plan: Plan, stem: str) -> dict[str, str]:
     if s.method is Method.FULL and s.weights is Dtype.BF16 and not s.sharding.is_zero:
         keys |= {"bf16": False, "pure_bf16": True}
     if s.method is Method.LORA:
-        target = "all" if s.lora_targets == (ALL_LINEAR,) else ",".join(s.lora_targets)
+        target = "all" if ALL_LINEAR in s.lora_targets else ",".join(s.lora_targets)
         keys |= {**_lora(s, rank="lora_rank"), "lora_target": target}
         keys |= {"use_dora": True} if s.dora else {}
         keys |= {"additional_target": ",".join(_EMBEDDINGS)} if s.train_embeddings else {}
@@ -241,7 +241,7 @@ def _lora(s: Strategy, *, rank: str) -> _Keys:
 
 
 def _targets(s: Strategy) -> str | list[str]:
-    return ALL_LINEAR if s.lora_targets == (ALL_LINEAR,) else list(s.lora_targets)
+    return ALL_LINEAR if ALL_LINEAR in s.lora_targets else list(s.lora_targets)
 
 
 def _describe_accelerate(s: Strategy, *, has_inline_zero: bool) -> _Keys:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError, UsageError
-from tightfit.core.settings import ALL_LINEAR
+from tightfit.core.settings import ALL_LINEAR, EXPERTS
 from tightfit.core.strategy import Strategy, Training
 from tightfit.core.text import did_you_mean
 from tightfit.runtime.libraries import silence_libraries, torch_dtype
@@ -29,7 +29,7 @@ def add_adapters(model: PreTrainedModel, strategy: Strategy, training: Training)
     from transformers.pytorch_utils import Conv1D
 
     targets = strategy.lora_targets
-    if targets != (ALL_LINEAR,):
+    if ALL_LINEAR not in targets:
         _check_targets(model, targets)
     is_seq2seq = bool(model.config.is_encoder_decoder)
     tying = _tie_copies(model) if strategy.train_embeddings else {}
@@ -39,7 +39,7 @@ def add_adapters(model: PreTrainedModel, strategy: Strategy, training: Training)
         r=strategy.lora_rank,
         lora_alpha=training.scale_alpha(strategy.lora_rank),
         lora_dropout=strategy.lora_dropout,
-        target_modules=ALL_LINEAR if targets == (ALL_LINEAR,) else list(targets),
+        target_modules=_list_targets(model, targets),
         use_rslora=training.rslora,
         use_dora=strategy.dora,
         modules_to_save=embedding_names(model) if strategy.train_embeddings else None,
@@ -142,6 +142,39 @@ def _cast_trained(model: nn.Module, strategy: Strategy) -> None:
         if parameter.requires_grad:
             dtype = adapter if "lora_" in name else embedding
             parameter.data = parameter.data.to(dtype or parameter.dtype)
+
+
+def _list_targets(model: Any, targets: tuple[str, ...]) -> str | list[str]:
+    """What peft is told to adapt.
+
+    For some mixtures it takes `all-linear`, and the names that the parts of an expert had before
+    transformers 5, for their experts as well.
+    """
+    if ALL_LINEAR not in targets:
+        return list(targets)
+    experts = _names_for_experts(model.config.model_type)
+    if EXPERTS in targets or not experts:
+        return ALL_LINEAR
+    from torch import nn
+
+    head = model.get_output_embeddings()
+    linears = [
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and module is not head
+    ]
+    return [name for name in dict.fromkeys(linears) if name not in experts]
+
+
+def _names_for_experts(model_type: str) -> set[str]:
+    """Names that peft takes for experts of this family: none before version 0.19."""
+    try:
+        from peft.utils import transformers_weight_conversion as conversion
+    except ImportError:
+        return set()
+    library: Any = conversion
+    kind = library._MODEL_TO_CONVERSION_PATTERN.get(model_type)
+    return set(library._MOE_TARGET_MODULE_MAPPING.get(kind, {}))
 
 
 def _check_targets(model: nn.Module, targets: tuple[str, ...]) -> None:

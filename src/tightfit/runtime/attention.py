@@ -26,6 +26,7 @@ from tightfit.models.attention import (
     find_flash_problem,
     find_sdpa_problem,
     find_varlen_problem,
+    has_alibi,
     read_attention_extras,
 )
 from tightfit.models.families.registry import find_family
@@ -193,6 +194,8 @@ FLASH_ATTN_2 = Attention.FLASH.implementation_name
 """transformers' own name for the flash-attn package."""
 GROUPED_DECODE = "tightfit_grouped_decode"
 """SDPA for generation of one token per row."""
+CAUSAL = "tightfit_causal"
+"""SDPA without a mask, or flex attention with a bias by distance: `own_attention.py`."""
 PACKED = "tightfit_packed"
 """Not an implementation: `tightfit_varlen` if the family allows it, else SDPA's block mask."""
 
@@ -229,6 +232,9 @@ def resolve_attention(config: PretrainedConfig, name: str) -> str:
         )
     if name == REPEAT and not needs.family.accepts_custom_attention:
         return "sdpa"
+    has_bias = AttentionFeature.ALIBI in needs.features
+    if name == "sdpa" and needs.family.own_attention and not has_bias:
+        return CAUSAL
     if name == FLASH_ATTN_2:
         problem = find_flash_problem(needs, is_packed=False)
     elif name in (PACKED, VARLEN):
@@ -241,7 +247,8 @@ def resolve_attention(config: PretrainedConfig, name: str) -> str:
                     f"{kind.value} attention cannot run {config.model_type}: {own_problem}.",
                     remedy="--set attention=eager",
                 )
-        return name
+        is_causal = needs.family.own_attention and name == Attention.FLEX.implementation_name
+        return CAUSAL if is_causal else name
     if problem is None:
         return name if name == FLASH_ATTN_2 else VARLEN
     fallback = "sdpa" if sdpa_problem is None else "eager"
@@ -279,6 +286,9 @@ def read_needs(config: PretrainedConfig) -> AttentionNeeds:
         ),
         AttentionFeature.SINKS: family.has_sinks,
     }
+    grouping = ("new_decoder_architecture", "multi_query")
+    is_grouped = any(getattr(text, name, False) for name in grouping)
+    stated[AttentionFeature.ALIBI] = has_alibi(family, is_grouped=is_grouped)
     extras = read_attention_extras(text.to_dict(), family)
     return AttentionNeeds(
         family=family,
@@ -349,17 +359,26 @@ def register_attention() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
+    from tightfit.runtime import own_attention
+
     implementations: dict[str, Any] = {
         REPEAT: repeat_attention,
         VARLEN: varlen_attention,
         GROUPED_DECODE: grouped_decode_attention,
+        CAUSAL: own_attention.causal_attention,
     }
+    masks: dict[str, Any] = {VARLEN: _no_mask, CAUSAL: own_attention.make_no_mask}
     for kind in _list_own():
-        module, _, function = kind.record.implementation.partition(":")
-        implementations[kind.implementation_name] = getattr(import_module(module), function)
+        implementations[kind.implementation_name] = _find_function(kind.record.implementation)
+        masks[kind.implementation_name] = _find_function(kind.record.mask)
     for name, attend in implementations.items():
         AttentionInterface.register(name, attend)
-        AttentionMaskInterface.register(name, _no_mask if name == VARLEN else sdpa_mask)
+        AttentionMaskInterface.register(name, masks.get(name, sdpa_mask))
+
+
+def _find_function(address: str) -> Any:
+    module, _, function = address.partition(":")
+    return getattr(import_module(module), function)
 
 
 def repeat_attention(

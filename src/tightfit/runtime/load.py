@@ -18,6 +18,7 @@ from tightfit.core.errors import (
 )
 from tightfit.core.settings import Sharding
 from tightfit.core.strategy import Strategy
+from tightfit.models.families.registry import find_family
 from tightfit.runtime.attention import (
     choose_attention_name,
     read_model_config,
@@ -100,10 +101,16 @@ def read_config(
 
     `attention`: transformers' name of another implementation than the strategy's.
     """
+    from tightfit.runtime.kernels.experts import use_grouped_experts
+    from tightfit.runtime.own_attention import accept_kernels
+
     config = read_model_config(folder)
     config.use_cache = False
+    use_grouped_experts(config)
     name = attention or choose_attention_name(strategy)
     config._attn_implementation = resolve_attention(config, name)
+    if find_family(config.model_type).own_attention:
+        accept_kernels(config)
     return config
 
 
@@ -222,7 +229,11 @@ def require_bitsandbytes(problem: str) -> None:
 def _finish_load(model: PreTrainedModel, strategy: Strategy) -> PreTrainedModel:
     import torch
 
+    from tightfit.runtime.own_attention import use_own_attention
+
     model.config.use_cache = False
+    if find_family(model.config.model_type).own_attention:
+        use_own_attention(model)
     if strategy.weights is Dtype.NF4:
         disable_cpu_repacking(model)
     if strategy.weights.is_quantized and strategy.upcast_unquantized:

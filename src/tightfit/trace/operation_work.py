@@ -142,6 +142,23 @@ def _add_product(args: Arguments, result: Any) -> Work:
     return work._replace(num_bytes=work.num_bytes + sum_bytes(result))
 
 
+def _multiply_groups(args: Arguments, result: Any) -> Work:
+    """Rows of each expert times its matrix, or, for a matrix's gradient, within each group."""
+    left = args["input"] if "input" in args else args["self"]
+    right = args["weight"] if "weight" in args else args["mat2"]
+    rows, inner = left.shape[-2:]
+    num_groups = (right if right.dim() == 3 else result).shape[0]
+    m, k = (rows / num_groups, inner) if right.dim() == 3 else (rows, inner / num_groups)
+    n = right.shape[-1]
+    return Work(
+        MATMUL,
+        dtype=name_dtype(left.dtype),
+        shape=(max(1, round(m)), n, max(1, round(k)), num_groups),
+        flops=2.0 * rows * inner * n,
+        num_bytes=sum_bytes(left, right, result),
+    )
+
+
 def _multiply_fp8(args: Arguments, result: Any) -> Work:
     """As any product; the scales, one per row, are not counted."""
     dtype = FP8 if args.get("use_fast_accum") else FP8_EXACT
@@ -229,6 +246,14 @@ def _attend(args: Arguments, result: Any) -> Work:
         num_bytes=sum_bytes(args, result),
         num_kernels=3 if is_back else 1,
     )
+
+
+def _attend_flex(args: Arguments, result: Any) -> Work:
+    """Pairs of a window count as half a square that has as many."""
+    work = _attend({**args, "is_causal": True}, result)
+    tokens, window = args["query"].shape[2], args["window"]
+    share = (2 * window * tokens - window**2) / tokens**2
+    return work._replace(flops=work.flops * share)
 
 
 def _attend_documents(args: Arguments, result: Any) -> Work:
@@ -508,6 +533,8 @@ SPECIAL_WORK: dict[str, _Describe] = {
     ADDED_PRODUCT: _add_product,
     "aten::bmm": _multiply,
     "aten::baddbmm": _multiply,
+    "aten::_grouped_mm": _multiply_groups,
+    "transformers::grouped_mm_fallback": _multiply_groups,
     "aten::_scaled_mm": _multiply_fp8,
     "bitsandbytes::int8_scaled_mm": _multiply_int8,
     "bitsandbytes::int8_mixed_scaled_mm": _multiply_int8,
@@ -524,6 +551,8 @@ SPECIAL_WORK: dict[str, _Describe] = {
     "aten::_scaled_dot_product_flash_attention_backward": _attend,
     "aten::_scaled_dot_product_efficient_attention": _attend,
     "aten::_scaled_dot_product_efficient_attention_backward": _attend,
+    "tightfit::flex_attention": _attend_flex,
+    "tightfit::flex_attention_backward": _attend_flex,
     "torch_attn::_varlen_attn": _attend_documents,
     "torch_attn::_varlen_attn_backward": _attend_documents,
     "aten::_fused_adamw_": _update_fused,

@@ -174,8 +174,7 @@ _FALCON = Family(
     model_types=("falcon",),
     read=read_falcon,
     alibi="ungrouped",
-    accepts_custom_attention=False,
-    sdpa_always_masks=True,
+    own_attention=True,
     mask_reads_positions=False,
     splits_rotary=True,
     quantizes_linears=False,  # FalconLinear
@@ -200,7 +199,8 @@ _BLOOM = Family(
     alibi="always",
     has_sdpa=False,
     has_flash=False,
-    accepts_custom_attention=False,
+    own_attention=True,
+    composes_gelu=True,
     takes_positions=False,
     gguf=GgufLayout(
         activations=("gelu",),
@@ -214,7 +214,7 @@ _BLOOM = Family(
 )
 LAYERNORM_FAMILIES = (
     _BLOOM,
-    replace(_BLOOM, model_types=("mpt",), read=read_mpt, gguf=None),
+    replace(_BLOOM, model_types=("mpt",), composes_gelu=False, read=read_mpt, gguf=None),
     Family(model_types=("opt",), read=read_opt, mask_reads_positions=False),
     _FALCON,
     # Falcon's names before transformers took it in.

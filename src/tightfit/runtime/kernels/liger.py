@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from tightfit.core.errors import SetupError, UsageError
@@ -40,7 +43,26 @@ def apply_fused_kernels(model: PreTrainedModel) -> None:
             remedy="pip install -U liger-kernel, or --set fused_kernels=false",
         )
     apply: Any = monkey_patch._apply_liger_kernel_to_instance
-    apply(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
+    with _keep_experts(model):
+        apply(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
     from tightfit.runtime.kernels.norm_triton import use_triton_norms
 
     use_triton_norms(model)
+
+
+@contextmanager
+def _keep_experts(model: PreTrainedModel) -> Iterator[None]:
+    """Undo what Liger does to experts: `experts.py` has faster products, which a trace can follow.
+
+    Qwen3-30B-A3B had not made a step after 199 s on one H200 (liger-kernel 0.8.5).
+    """
+    library = vars(sys.modules[type(model).__module__])
+    classes = {name: value for name, value in library.items() if name.endswith(("Experts", "Moe"))}
+    experts = [module for module in model.modules() if hasattr(module, "gate_up_proj")]
+    experts = [module for module in experts if "gate_up_proj" in module._parameters]
+    before = [dict(vars(module)) for module in experts]
+    yield
+    library.update(classes)
+    for module, attributes in zip(experts, before, strict=True):
+        vars(module).clear()
+        vars(module).update(attributes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -16,7 +17,8 @@ from tightfit.core.errors import SetupError
 from tightfit.core.settings import Loss
 from tightfit.core.strategy import Strategy
 from tightfit.planning.plan import BITSANDBYTES
-from tightfit.runtime.kernels import fp8
+from tightfit.runtime import flex_attention
+from tightfit.runtime.kernels import experts, fp8
 from tightfit.runtime.libraries import silence_libraries
 from tightfit.runtime.load import (
     list_quantizable,
@@ -228,6 +230,84 @@ def _wrap_fake(values: Tensor, weight: Any) -> Any:
     return placed
 
 
+# Flex attention: operations with the memory of its compiled kernels
+
+
+@torch.library.custom_op("tightfit::flex_attention", mutates_args=())
+def _flex(query: Tensor, key: Tensor, value: Tensor, window: int) -> tuple[Tensor, Tensor]:
+    raise NotImplementedError("it stands for the kernel in traces")
+
+
+@_flex.register_fake
+def _(query: Tensor, _key: Tensor, value: Tensor, _window: int) -> tuple[Tensor, Tensor]:
+    rows, heads, tokens, _ = query.shape
+    output = query.new_empty(rows, tokens, heads, value.shape[-1]).transpose(1, 2)
+    return output, query.new_empty(rows, heads, tokens, dtype=torch.float32)
+
+
+@torch.library.custom_op("tightfit::flex_attention_backward", mutates_args=())
+def _flex_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, window: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    raise NotImplementedError("it stands for the kernel in traces")
+
+
+@_flex_backward.register_fake
+def _(
+    _gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, _window: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    sums = query.new_empty(query.shape[:3], dtype=torch.float32)
+    return (torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), sums)
+
+
+class _FakeFlex(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, window: int
+    ) -> tuple[Tensor, Tensor]:
+        output, sums = torch.ops.tightfit.flex_attention(query, key, value, window)
+        ctx.save_for_backward(query, key, value, output, sums)
+        ctx.window = window
+        return output, sums
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        tensors = (gradients[0], *ctx.saved_tensors[:3])
+        found = torch.ops.tightfit.flex_attention_backward(*tensors, ctx.window)
+        return (*found[:3], None)
+
+
+class _FakeScale(torch.autograd.Function):
+    """One compiled kernel each way."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, sums: Tensor, sinks: Tensor) -> Tensor:
+        ctx.save_for_backward(output, sums, sinks)
+        return torch.empty_like(output)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> tuple[Tensor, ...]:
+        return tuple(torch.empty_like(saved) for saved in ctx.saved_tensors)
+
+
+@contextmanager
+def fake_flex_attention() -> Iterator[None]:
+    """Flex attention is an operation that allocates what its kernels do."""
+    run: Any = _FakeFlex.apply
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, mask: Any, *_: Any) -> Any:
+        return run(query, key, value, min(mask.window or query.shape[2], query.shape[2]))
+
+    def make_mask(*_: Any, local_size: int | None = None, **__: Any) -> Any:
+        return SimpleNamespace(window=local_size)
+
+    with (
+        patch.object(flex_attention, "_compiled", lambda: (attend, _FakeScale.apply)),
+        patch.object(flex_attention, "_make_mask", make_mask),
+    ):
+        yield
+
+
 # Which libraries a job runs whose kernels are left out of a trace.
 
 
@@ -243,10 +323,12 @@ def without_kernels(
             stack.enter_context(bitsandbytes_without_kernels())
         if strategy.fused_kernels or strategy.loss in (Loss.FUSED, Loss.KERNEL):
             stack.enter_context(liger_without_kernels(capability))
+        # Kernels are chosen as on a GPU, though fake tensors claim to be on the CPU: they allocate
+        # as they would, and each launch is recorded.
+        stack.enter_context(triton_without_kernels())
+        stack.enter_context(patch.object(experts, "_runs_kernels", lambda _: True))
+        stack.enter_context(fake_flex_attention())
         if strategy.has_fp8:
-            # Casts take the path of a GPU, though fake tensors claim to be on the CPU: they
-            # allocate as they would, and each launch is recorded.
-            stack.enter_context(triton_without_kernels())
             stack.enter_context(
                 patch.object(fp8, "_runs_kernels", lambda _: not torch.compiler.is_compiling())
             )

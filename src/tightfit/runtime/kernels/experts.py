@@ -1,0 +1,291 @@
+"""A layer's experts as two grouped products, each token's row beside those of its expert.
+
+transformers' `grouped_mm` keeps the gathered rows, both products and each operation between them
+for the backward pass. Here the first product alone is kept: what lies between the products is one
+kernel, computed again, and the router's gradient is taken before the second product, where rows are
+narrower. Frozen experts get no gradients, and nothing is kept for them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+EXPERTS = "tightfit_experts"
+"""The name that transformers knows it by."""
+
+
+class Gating(IntEnum):
+    """What lies between the two products: the gated activation."""
+
+    SILU = 0
+    GELU_TANH = 1
+    CLAMPED = 2
+    """gpt-oss: gate and up alternate, both are clamped, and the gate is a fast GELU."""
+
+
+CLAMP_LIMIT, CLAMP_SLOPE = 7.0, 1.702
+"""Source: transformers `GptOssExperts`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Routing:
+    """Which rows go to which expert: `pair` counts (token, choice), `place` rows by expert."""
+
+    chosen: Tensor
+    """[tokens, choices]: the expert of each pair."""
+    experts: Tensor
+    """[pairs]: the expert of each place, in ascending order."""
+    tokens: Tensor
+    """[pairs]: the token of each place."""
+    places: Tensor
+    """[tokens, choices]: the place of each pair."""
+    pairs: Tensor
+    """[pairs]: the pair of each place."""
+    ends: Tensor
+    """[experts], int32: where the places of each expert end."""
+
+
+def sort_by_expert(chosen: Tensor, num_experts: int) -> Routing:
+    """The routing of `[tokens, choices]` chosen experts; the host does not wait for it."""
+    num_choices = chosen.shape[1]
+    experts, pairs = torch.sort(chosen.reshape(-1), stable=True)
+    places = torch.empty_like(pairs)
+    places[pairs] = torch.arange(len(pairs), device=pairs.device)
+    numbers = torch.arange(num_experts, device=pairs.device, dtype=experts.dtype)
+    return Routing(
+        chosen=chosen,
+        experts=experts,
+        tokens=pairs // num_choices,
+        places=places.view(chosen.shape),
+        pairs=pairs,
+        ends=torch.searchsorted(experts, numbers, right=True, out_int32=True),
+    )
+
+
+def multiply_groups(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """Each group of rows times its own matrix `[experts, in, out]`."""
+    if _has_grouped_kernel(rows):
+        return torch.nn.functional.grouped_mm(rows, matrices, offs=ends)
+    from transformers.integrations import moe  # noqa: F401  (registers the operation)
+
+    made: Tensor = torch.ops.transformers.grouped_mm_fallback(rows, matrices, ends)
+    return made
+
+
+def multiply_within_groups(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
+    """`left[group].T @ right[group]` of each group: the gradient of its matrix."""
+    if _has_grouped_kernel(left):
+        return torch.nn.functional.grouped_mm(left.t(), right, offs=ends)
+    made = left.new_zeros(len(ends), left.shape[1], right.shape[1])
+    start = 0
+    for expert, end in enumerate(ends.tolist()):
+        if end > start:
+            torch.mm(left[start:end].t(), right[start:end], out=made[expert])
+        start = end
+    return made
+
+
+def _has_grouped_kernel(rows: Tensor) -> bool:
+    """torch has the kernel from compute capability 8.0 on, in bf16."""
+    if not hasattr(torch.nn.functional, "grouped_mm") or rows.dtype is not torch.bfloat16:
+        return False
+    return not rows.is_cuda or torch.cuda.get_device_capability(rows.device) >= (8, 0)
+
+
+class _Experts(torch.autograd.Function):
+    """Both products of all experts, and what is between them."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0913, PLR0917  (tensors that get gradients are arguments)
+        ctx: Any,
+        hidden: Tensor,
+        weights: Tensor,
+        gate_up: Tensor,
+        down: Tensor,
+        gate_up_bias: Tensor | None,
+        down_bias: Tensor | None,
+        routing: Routing,
+        gating: Gating,
+    ) -> Tensor:
+        ctx.routing, ctx.gating = routing, gating
+        inner = multiply_groups(hidden[routing.tokens], gate_up, routing.ends)
+        activated = apply_gate(inner, gate_up_bias, routing.experts, gating)
+        outer = multiply_groups(activated, down, routing.ends)
+        ctx.save_for_backward(hidden, weights, inner, gate_up, down, gate_up_bias, down_bias)
+        return combine(outer, routing, weights, down_bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        hidden, weights, inner, gate_up, down, gate_up_bias, down_bias = ctx.saved_tensors
+        routing, gating = ctx.routing, ctx.gating
+        needs = ctx.needs_input_grad
+        gradient = gradients[0].contiguous()
+        # Unweighted: its product with what was activated is the router's gradient.
+        rows = gradient[routing.tokens]
+        narrow = multiply_groups(rows, down.transpose(-2, -1), routing.ends)
+        weight_of = weights.reshape(-1)[routing.pairs]
+        grad_inner, grad_weight, activated = gate_backward(
+            (inner, gate_up_bias, narrow, weight_of, routing.experts), gating, needs_values=needs[3]
+        )
+        grad_down = grad_down_bias = grad_gate_up = grad_gate_up_bias = None
+        if activated is not None:
+            grad_down = multiply_within_groups(activated, rows, routing.ends)
+        if needs[5]:
+            grad_down_bias = _sum_rows(rows * weight_of[:, None], routing, len(down))
+        del rows, narrow, activated
+        grad_weights = grad_weight[routing.places.reshape(-1)].view(weights.shape)
+        if down_bias is not None:
+            grad_weights = grad_weights + (gradient @ down_bias.t()).gather(1, routing.chosen)
+        if needs[2]:
+            grad_gate_up = multiply_within_groups(hidden[routing.tokens], grad_inner, routing.ends)
+        if needs[4]:
+            grad_gate_up_bias = _sum_rows(grad_inner, routing, len(down))
+        grad_hidden = None
+        if needs[0]:
+            rows = multiply_groups(grad_inner, gate_up.transpose(-2, -1), routing.ends)
+            del grad_inner
+            grad_hidden = combine(rows, routing)
+        found = (grad_hidden, grad_weights.to(weights.dtype), grad_gate_up, grad_down)
+        return (*found, grad_gate_up_bias, grad_down_bias, None, None)
+
+
+def _sum_rows(rows: Tensor, routing: Routing, num_experts: int) -> Tensor:
+    total = torch.zeros(num_experts, rows.shape[1], dtype=torch.float32, device=rows.device)
+    return total.index_add_(0, routing.experts, rows.float()).to(rows.dtype)
+
+
+# Between the products
+
+
+def _runs_kernels(x: Tensor) -> bool:
+    return x.is_cuda
+
+
+def apply_gate(inner: Tensor, bias: Tensor | None, experts: Tensor, gating: Gating) -> Tensor:
+    """The gated activation of the first product, to which its expert's bias is added."""
+    if _runs_kernels(inner):
+        from tightfit.runtime.kernels import experts_triton
+
+        return experts_triton.apply_gate(inner, bias, experts, gating)
+    return _activate(_add_bias(inner, bias, experts), gating).to(inner.dtype)
+
+
+def gate_backward(
+    saved: tuple[Tensor, Tensor | None, Tensor, Tensor, Tensor],
+    gating: Gating,
+    *,
+    needs_values: bool,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """From the first product, its bias, the gradient of what was activated without the router's
+    weight, that weight, and the experts: the gradient of the first product, that of the weight,
+    and what was activated times the weight."""
+    inner, bias, narrow, weight, experts = saved
+    if _runs_kernels(inner):
+        from tightfit.runtime.kernels import experts_triton
+
+        return experts_triton.gate_backward(saved, gating, needs_values=needs_values)
+    with torch.enable_grad():
+        wide = _add_bias(inner, bias, experts).detach().requires_grad_()
+        activated = _activate(wide, gating)
+    activated.backward(narrow.float() * weight.float()[:, None])  # type: ignore[no-untyped-call]
+    activated = activated.detach()
+    grad_weight = (activated * narrow.float()).sum(-1)
+    values = (activated * weight.float()[:, None]).to(inner.dtype) if needs_values else None
+    assert wide.grad is not None
+    return wide.grad.to(inner.dtype), grad_weight, values
+
+
+def combine(
+    rows: Tensor, routing: Routing, weights: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
+    """The sum of each token's rows, times its weights, its experts' bias added before."""
+    if _runs_kernels(rows):
+        from tightfit.runtime.kernels import experts_triton
+
+        return experts_triton.combine(rows, routing.places, routing.chosen, weights, bias)
+    found = rows[routing.places].float()
+    if bias is not None:
+        found = found + bias[routing.chosen].float()
+    if weights is not None:
+        found = found * weights.float()[..., None]
+    return found.sum(1).to(rows.dtype)
+
+
+def _add_bias(inner: Tensor, bias: Tensor | None, experts: Tensor) -> Tensor:
+    return inner.float() if bias is None else inner.float() + bias[experts].float()
+
+
+def _activate(inner: Tensor, gating: Gating) -> Tensor:
+    if gating is Gating.CLAMPED:
+        gate = inner[:, ::2].clamp(max=CLAMP_LIMIT)
+        up = inner[:, 1::2].clamp(-CLAMP_LIMIT, CLAMP_LIMIT)
+        return (up + 1) * gate * torch.sigmoid(gate * CLAMP_SLOPE)
+    gate, up = inner.chunk(2, dim=-1)
+    if gating is Gating.SILU:
+        return nn.functional.silu(gate) * up
+    return nn.functional.gelu(gate, approximate="tanh") * up
+
+
+# In place of transformers' own
+
+
+def run_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """The forward of a family's experts, as transformers calls it."""
+    from transformers.integrations.moe import grouped_mm_experts_forward
+
+    gating = find_gating(module)
+    if gating is None or torch.compiler.is_compiling():
+        usual: Any = grouped_mm_experts_forward
+        made: Tensor = usual(module, hidden, chosen, weights)
+        return made
+    device = hidden.device.type
+    gate_up, down = module.gate_up_proj, module.down_proj
+    dtype = gate_up.dtype
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    if not module.is_transposed:
+        gate_up, down = gate_up.transpose(-2, -1), down.transpose(-2, -1)
+    biases = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else (None, None)
+    apply: Any = _Experts.apply
+    summed: Tensor = apply(
+        hidden.to(dtype),
+        weights,
+        gate_up.to(dtype),
+        down.to(dtype),
+        *(bias if bias is None else bias.to(dtype) for bias in biases),
+        sort_by_expert(chosen, len(down)),
+        gating,
+    )
+    return summed.to(hidden.dtype)
+
+
+def find_gating(module: Any) -> Gating | None:
+    """What this family's experts do between the products; None for what is not known here."""
+    if not module.has_gate or getattr(module, "has_post_expert_norm", False):
+        return None
+    own = type(module)._apply_gate
+    if own.__module__.endswith("modeling_gpt_oss"):
+        is_usual = (module.limit, module.alpha) == (CLAMP_LIMIT, CLAMP_SLOPE)
+        return Gating.CLAMPED if is_usual else None
+    if own.__name__ != "_default_apply_gate" or not module.is_concatenated:
+        return None
+    act = module.act_fn
+    if isinstance(act, nn.SiLU) or type(act).__name__ == "SiLUActivation":
+        return Gating.SILU
+    return Gating.GELU_TANH if type(act).__name__ == "GELUTanh" else None
+
+
+def use_grouped_experts(config: PretrainedConfig) -> None:
+    """The experts of models made from this config run here, where it has any."""
+    from transformers.integrations.moe import ExpertsInterface
+
+    ExpertsInterface.register(EXPERTS, run_experts)
+    config._experts_implementation = EXPERTS
