@@ -492,7 +492,8 @@ JOB_RULES = _group(
         lambda c, s: (
             s.loss is Loss.FUSED and not s.fused_kernels and not can_fuse_head_and_loss(c.spec)
         ),
-        "Liger has no fused loss for {m.model_type}; use the plain or chunked loss",
+        "{m.model_type} makes all logits itself, so head and loss cannot be fused; use the plain or "
+        "chunked loss",
         _LIGER,
     ),
     Rule(

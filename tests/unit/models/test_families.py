@@ -35,7 +35,9 @@ def test_attention_is_as_the_model_class_says(model_type: str) -> None:
 
     assert family.has_sdpa == model_class._supports_sdpa
     assert family.has_flash == model_class._supports_flash_attn
-    assert family.accepts_custom_attention == model_class._can_set_attn_implementation()
+    assert family.accepts_custom_attention == (
+        model_class._can_set_attn_implementation() or family.own_attention
+    )
     parameters = inspect.signature(model_class.forward).parameters
     assert family.takes_positions == ("position_ids" in parameters)
     assert family.default_softcap == bool(getattr(text, "attn_logit_softcapping", None))

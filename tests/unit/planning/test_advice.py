@@ -74,10 +74,10 @@ def test_logits_call_for_a_loss_that_holds_fewer() -> None:
     wide = make_case(loss=Loss.FUSED, loss_chunk_factor=4)
     [narrow] = [a for a in list_alternatives(wide, peak) if "loss" in a.words]
     assert (narrow.words, narrow.setting) == ("small loss chunks", {"loss_chunk_factor": "1"})
-    # Liger has nothing for bloom.
-    bloom = make_case(model="bloom-7b1", attention=Attention.EAGER)
-    assert "fused loss" not in words_of(list_alternatives(bloom, peak))
-    assert "chunked loss" in words_of(list_alternatives(bloom, peak))
+    # Granite scales its logits.
+    granite = make_case(model="PowerLM-3b")
+    assert "fused loss" not in words_of(list_alternatives(granite, peak))
+    assert "chunked loss" in words_of(list_alternatives(granite, peak))
 
 
 def test_activations_call_for_recomputing_them() -> None:

@@ -155,7 +155,7 @@ CASES: dict[str, tuple[Callable[[], Case], Callable[[], Case]]] = {
         lambda: _case({"loss": "chunked"}, model="gpt2"),
     ),
     "fused-loss-family": (
-        lambda: _case({"loss": "fused"}, model="gpt2"),
+        lambda: _case({"loss": "fused"}, model="PowerLM-3b"),
         lambda: _case({"loss": "fused", "trainer": "trl@1.16"}, model="gpt2"),
     ),
     "trainer": (
@@ -183,8 +183,8 @@ CASES: dict[str, tuple[Callable[[], Case], Callable[[], Case]]] = {
         lambda: _case({"packing": True}, model="gpt2"),
     ),
     "packing-family": (
-        lambda: _case({"packing": True}, model="falcon-7b"),
-        lambda: _case({"packing": False}, model="falcon-7b"),
+        lambda: _case({"packing": True}, model="bloom-1b7"),
+        lambda: _case({"packing": False}, model="bloom-1b7"),
     ),
     "packing-opt": (
         lambda: _as_opt(_case(_BF16 | {"packing": True, "attention": "eager"}, model="gpt2")),
@@ -273,10 +273,11 @@ CASES: dict[str, tuple[Callable[[], Case], Callable[[], Case]]] = {
         lambda: _case({"dora": True, "method": "lora"}),
     ),
     "dora-experts": (
-        lambda: _case({"dora": True, "method": "lora"}, model="mixtral-8x7b"),
         lambda: _case(
-            {"dora": True, "method": "lora", "lora_targets": ("q_proj",)}, model="mixtral-8x7b"
+            {"dora": True, "method": "lora", "lora_targets": ("all-linear", "experts")},
+            model="mixtral-8x7b",
         ),
+        lambda: _case({"dora": True, "method": "lora"}, model="mixtral-8x7b"),
     ),
     "dora-zero3": (
         lambda: _case(_ZERO3 | {"dora": True, "method": "lora"}),

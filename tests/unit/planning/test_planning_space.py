@@ -123,9 +123,9 @@ def test_before_ampere_trained_weights_stay_fp32() -> None:
     ("model", "gpu", "attention"),
     [
         ("Llama-2-7b", "T4", Attention.SDPA),
-        ("gemma-2-9b", "A100-80GB", Attention.EAGER),
+        ("gemma-2-9b", "A100-80GB", Attention.FLEX),
         ("gemma-2-9b", "T4", Attention.EAGER),
-        ("bloom-1b1", "A100-80GB", Attention.EAGER),
+        ("bloom-1b1", "A100-80GB", Attention.FLEX),
     ],
 )
 def test_attention_follows_the_model(model: str, gpu: str, attention: Attention) -> None:

@@ -16,6 +16,7 @@ from tightfit.core.errors import InvalidInputError, UsageError
 from tightfit.core.strategy import Strategy
 from tightfit.runtime import attention
 from tightfit.runtime.attention import (
+    CAUSAL,
     PACKED,
     REPEAT,
     VARLEN,
@@ -31,6 +32,9 @@ from tightfit.runtime.attention import (
 LENGTHS = ([7, 3, 9], [5, 14], [19])
 """Documents of three packed rows; some longer than the windows of four tokens."""
 TOLERANCE = 1e-5
+
+
+FLEX = Attention.FLEX.implementation_name
 
 
 def lay_out(num_rows: int) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
@@ -385,10 +389,12 @@ def test_documents_that_attention_itself_keeps_apart_may_be_packed() -> None:
         check_packable(make_blind("bloom", attention="eager"))
 
 
-def test_a_family_with_attention_of_its_own_gets_none_of_ours() -> None:
+def test_a_family_with_attention_of_its_own_gets_kernels_through_ours() -> None:
     config = make_blind("falcon", attention="eager").config
 
-    assert resolve_attention(config, REPEAT) == "sdpa"
-    assert resolve_attention(config, PACKED) == "sdpa"
-    with pytest.raises(UsageError, match="its own attention"):
-        resolve_attention(config, VARLEN)
+    assert resolve_attention(config, "sdpa") == CAUSAL
+    assert resolve_attention(config, REPEAT) == REPEAT
+    assert resolve_attention(make_blind("bloom", attention="eager").config, FLEX) == CAUSAL
+    config.alibi, config.multi_query = True, False
+    assert resolve_attention(config, "sdpa") == "sdpa"
+    assert resolve_attention(config, FLEX) == CAUSAL
