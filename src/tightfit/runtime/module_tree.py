@@ -497,7 +497,7 @@ def _list_warnings(
 ) -> Iterator[str]:
     """What stays assumed."""
     yield (
-        f"`{config.model_type}` has no record here: counts and module names are those of "
+        f"`{config.model_type}` has no config reader here: counts and module names are those of "
         "transformers' own modules; activations and speed are estimated as of Llama-like layers."
     )
     if any(layer.has_recurrence for layer in layers):

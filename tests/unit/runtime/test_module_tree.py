@@ -96,7 +96,7 @@ def test_estimate_and_plan_read_a_folder_of_such_a_family(
     shown = json.loads(capsys.readouterr().out)
     assert f"{count_real(model)}" in json.dumps(shown)
     assert main(["estimate", str(folder), "--on", "T4"]) == 0
-    assert f"`{model_type}` has no record here" in " ".join(capsys.readouterr().out.split())
+    assert f"`{model_type}` has no config reader here" in " ".join(capsys.readouterr().out.split())
 
     # From the cache now: no process, no torch.
     resolve._ask.cache_clear()
