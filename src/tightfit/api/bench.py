@@ -65,7 +65,6 @@ from tightfit.data.profile import profile_from_store
 from tightfit.data.token_store import TokenStore, count_rows, draw_lengths, write_synthetic
 from tightfit.hardware.types import Cluster
 from tightfit.models.catalogue import read_source_config
-from tightfit.models.resolve import resolve_model
 from tightfit.planning.describe import describe_how, describe_levers
 from tightfit.planning.plan import Plan
 from tightfit.planning.request import JobRequest
@@ -82,6 +81,7 @@ from tightfit.runs.bench import (
 from tightfit.runs.report import find_run
 from tightfit.runs.run_folder import RunStatus
 from tightfit.runs.store import make_outcome, record_outcome
+from tightfit.runtime.resolve import resolve_model
 
 LEARNING_RATE = 1e-9
 """As much work as any other, and no loss can diverge by it."""

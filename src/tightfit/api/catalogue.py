@@ -65,7 +65,8 @@ class ModelsResult:
 @accepts_keywords(ModelsOptions)
 def models(options: ModelsOptions) -> ModelsResult:
     """The whole catalogue, the models whose name contains a word, or one model."""
-    from tightfit.models.resolve import list_models, resolve_model, search_models
+    from tightfit.models.resolve import list_models, search_models
+    from tightfit.runtime.resolve import resolve_model
 
     if options.name is None:
         return _list(list_models())

@@ -20,12 +20,12 @@ from tightfit.core.units import render_count
 from tightfit.estimation.result import Estimate, Verdict
 from tightfit.estimation.state import ZeroRow, estimate_zero_table, largest_layer_params
 from tightfit.hardware.types import Cluster, NodeGroup
-from tightfit.models.resolve import resolve_model
 from tightfit.models.spec import ModelSpec
 from tightfit.planning.filter import judge_strategy
 from tightfit.planning.request import change_model
 from tightfit.planning.rules import Case, check_lora_targets
 from tightfit.planning.space import choose_attention, choose_compute_dtype, must_repeat_keys
+from tightfit.runtime.resolve import resolve_model
 
 if TYPE_CHECKING:
     from tightfit.api.training.tracing import TracedEstimate

@@ -158,7 +158,7 @@ def _refuse_missing(options: InitOptions) -> None:
 
 
 def check_model(name: str) -> ModelSpec:
-    from tightfit.models.resolve import resolve_model
+    from tightfit.runtime.resolve import resolve_model
 
     return resolve_model(name)
 

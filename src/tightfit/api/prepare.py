@@ -29,8 +29,8 @@ from tightfit.data.report import NUM_SHOWN
 from tightfit.data.sources import open_source, parse_row_slice, read_source, split_slice_suffix
 from tightfit.data.token_store import epoch_rows
 from tightfit.data.view import count_lengths
-from tightfit.models.resolve import resolve_model
 from tightfit.planning.request import JobRequest
+from tightfit.runtime.resolve import resolve_model
 
 MICRO_BATCHES = (2, 4, 8, 16, 32)
 """Micro-batches that padding is measured for; a single row is not padded."""

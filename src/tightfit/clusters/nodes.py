@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from tightfit.core.errors import SetupError, UsageError, UserError
-from tightfit.hardware.inventory import run_command
+from tightfit.hardware.command import run_command
 
 if TYPE_CHECKING:
     from tightfit.clusters.site import Site

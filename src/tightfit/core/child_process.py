@@ -163,6 +163,17 @@ def read_messages() -> Iterator[Message]:
         yield json.loads(line)
 
 
+def limit_data_bytes(num_bytes: int) -> None:
+    """What this process maps beyond the limit raises MemoryError from now on."""
+    if not sys.platform.startswith("linux"):  # elsewhere the limit counts other things, or nothing
+        return
+    import resource
+
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = num_bytes if most == resource.RLIM_INFINITY else min(most, num_bytes)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
+
+
 # Processes that end with their parent, whatever it dies of.
 
 PR_SET_PDEATHSIG = 1

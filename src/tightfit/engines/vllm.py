@@ -31,9 +31,10 @@ from tightfit.engines.protocol import (
     choose_context,
     name_gpus,
 )
-from tightfit.models.resolve import measure_weights, resolve_model
+from tightfit.models.resolve import measure_weights
 from tightfit.models.spec import ModelSpec
 from tightfit.runtime.model_files import Artefact, ArtefactKind
+from tightfit.runtime.resolve import resolve_model
 
 if TYPE_CHECKING:
     import numpy as np

@@ -121,7 +121,9 @@ def cache_bytes(spec: ModelSpec, block: Block, strategy: Strategy) -> int:
     """
     if not strategy.quirks.use_cache:
         return 0
-    first = next(part for part in block.linears if part.role is Role.ATTENTION)
+    first = next((part for part in block.linears if part.role is Role.ATTENTION), None)
+    if first is None:
+        return 0
     keys = 2 * spec.num_kv_heads * spec.head_dim
     is_fused = first.out_features > spec.num_heads * spec.head_dim
     return find_value_widths(spec, strategy).value * (first.out_features if is_fused else keys)

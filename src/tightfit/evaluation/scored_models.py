@@ -22,9 +22,9 @@ from tightfit.data.templates import Prompter
 from tightfit.data.token_store import EncodedRow, TokenStore
 from tightfit.engines.protocol import Engine, Failed, Request, answer_all
 from tightfit.evaluation.scores import BASE, MODEL, TUNED
-from tightfit.models.resolve import resolve_model
 from tightfit.runtime.attention import needs_padding_mask
 from tightfit.runtime.model_files import Artefact, ArtefactKind, find_artefact, locate_model
+from tightfit.runtime.resolve import resolve_model
 
 if TYPE_CHECKING:
     import numpy as np

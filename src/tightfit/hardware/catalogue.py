@@ -137,6 +137,12 @@ def describe_gpu(name: str) -> GpuRecord:
     )
 
 
+def find_architecture(gpu: Gpu) -> str:
+    """AMD's name of a catalogue card's architecture, like `gfx942`; empty for NVIDIA's."""
+    value: str = _rows()[gpu.name]["compute_capability"]["value"]
+    return value if value.startswith("gfx") else ""
+
+
 def gpu_names() -> list[str]:
     """Every name and alias, for completion and suggestions."""
     return [alias for row in _rows().values() for alias in _names(row)]

@@ -24,7 +24,7 @@ from tightfit.core.errors import SetupError
 from tightfit.core.findings import Finding, Status
 from tightfit.core.frozen import Frozen
 from tightfit.core.units import GIB, MIB, render_bytes
-from tightfit.hardware.inventory import RunCommand, run_command
+from tightfit.hardware.command import RunCommand, run_command
 from tightfit.hardware.machine import (
     SLOWED_BY_HEAT,
     SLOWED_BY_POWER_BRAKE,
@@ -164,7 +164,15 @@ _NUM_GPUS_OF_A_SWITCHED_BOX = 8
 _SXM_NAMES = ("SXM4", "H100 80GB HBM3", "H200", "B200")
 
 
+_RUN_TOOLS = "run by hand: amd-smi static    (or rocm-smi)"
+
+
 def _check_driver_and_gpus(here: SystemProbes, driver: DriverReading) -> Iterator[Check]:
+    for note in driver.notes:
+        yield Check("AMD GPUs", WARNING if not driver.gpus else INFO, note, _RUN_TOOLS)
+    if driver.is_amd:
+        yield from _check_amd(driver)
+        return
     if driver.error is not None and here.has_nvidia_card():
         detail = f"an NVIDIA card is on the bus, but its driver does not answer: {driver.error}"
         remedy = "nvidia-smi    (install the driver; after a driver update reboot)"
@@ -192,18 +200,31 @@ def _check_driver_and_gpus(here: SystemProbes, driver: DriverReading) -> Iterato
         yield from _check_gpu(gpu)
 
 
+def _check_amd(driver: DriverReading) -> Iterator[Check]:
+    for gpu in driver.gpus:
+        yield from _check_gpu(gpu)
+    if driver.hidden:
+        detail = f"{driver.hidden_by} hides {driver.hidden} of {driver.hidden + len(driver.gpus)}"
+        remedy = f"unset {driver.hidden_by}, unless the scheduler set it"
+        yield Check("visible GPUs", WARNING, detail, remedy)
+    detail = (
+        "plans for AMD's cards rest on data sheets: memory and time were not measured on ROCm, "
+        "and fp8 products are not planned"
+    )
+    yield Check("ROCm", INFO, detail, "measure the card: tightfit calibrate")
+
+
 def _check_gpu(gpu: GpuReading) -> Iterator[Check]:
-    name, capability = f"GPU {gpu.index}", gpu.compute_capability
-    # Which formats the card multiplies in hardware (CUDA C++ Programming Guide); int8 is what
-    # LLM.int8() needs: tensor cores of 7.5 on.
-    since = {"fp16": (5, 3), "bf16": (8, 0), "int8": (7, 5), "fp8": (8, 9)}
-    formats = ", ".join(f"{key} {'yes' if capability >= v else 'no'}" for key, v in since.items())
+    name = f"GPU {gpu.index}"
+    kind = gpu.architecture or "an architecture that is not stated"
+    if gpu.compute_capability is not None:
+        kind = _describe_capability(gpu.compute_capability)
     links = f"; {gpu.num_active_nvlinks} NVLinks" if gpu.num_active_nvlinks else ""
     yield Check(
         name,
         OK,
         f"{gpu.name}, {render_bytes(gpu.total_bytes)} ({render_bytes(gpu.free_bytes)} free), "
-        f"compute capability {_dotted(capability)}: {formats}{links}",
+        f"{kind}{links}",
     )
     if gpu.processes:
         pids = ", ".join(str(process.pid) for process in gpu.processes[:6])
@@ -220,6 +241,14 @@ def _check_gpu(gpu: GpuReading) -> Iterator[Check]:
             remedy = f"see to cooling and power: nvidia-smi -q -d PERFORMANCE -i {gpu.index}"
             detail = f"its clocks are held down by {why}"
             yield Check(f"{name} slowed", WARNING, detail, remedy)
+
+
+def _describe_capability(capability: tuple[int, int]) -> str:
+    # Which formats the card multiplies in hardware (CUDA C++ Programming Guide); int8 is what
+    # LLM.int8() needs: tensor cores of 7.5 on.
+    since = {"fp16": (5, 3), "bf16": (8, 0), "int8": (7, 5), "fp8": (8, 9)}
+    formats = ", ".join(f"{key} {'yes' if capability >= v else 'no'}" for key, v in since.items())
+    return f"compute capability {_dotted(capability)}: {formats}"
 
 
 def _check_services(here: SystemProbes, driver: DriverReading) -> Iterator[Check]:
@@ -377,11 +406,19 @@ def _check_torch(torch: TorchBuild | None, driver: DriverReading) -> Iterator[Ch
     elif torch.hip:
         built = f"built for ROCm {torch.hip}"
     yield Check("torch", OK, f"{torch.version}, {built}")
-    if not driver.gpus:
+    if driver.is_amd:
+        if not torch.hip:
+            detail = f"torch {torch.version} cannot use the {driver.gpus[0].name} here"
+            yield Check("torch and GPU", ERROR, detail, _REINSTALL_FOR_ROCM)
+        return
+    capabilities = {
+        (gpu.name, gpu.compute_capability) for gpu in driver.gpus if gpu.compute_capability
+    }
+    if not capabilities:
         return
     matched = re.match(r"[0-9]+", driver.driver_version or "")
     release = int(matched.group()) if matched else None
-    oldest_card = min(gpu.compute_capability for gpu in driver.gpus)
+    oldest_card = min(capability for _, capability in capabilities)
     wheel = "cu130" if (release or 0) >= MIN_DRIVER_BY_CUDA[13] else "cu128"
     remedy = _reinstall("cu126" if oldest_card < (7, 5) else wheel)
     if torch.cuda is None:
@@ -394,13 +431,16 @@ def _check_torch(torch: TorchBuild | None, driver: DriverReading) -> Iterator[Ch
         remedy = f"update the driver, or: {remedy}"
         yield Check("torch and driver", ERROR, f"{detail}{driver.driver_version}", remedy)
     oldest = oldest_capability(torch)
-    for name, capability in sorted({(gpu.name, gpu.compute_capability) for gpu in driver.gpus}):
+    for name, capability in sorted(capabilities):
         is_too_new = capability >= (10, 0) and torch.cuda < (12, 8)
         if capability < oldest or is_too_new:
             detail = f"torch {torch.version} for CUDA {_dotted(torch.cuda)} has no kernels for "
             detail += f"compute capability {_dotted(capability)}"
             remedy = _reinstall("cu128" if is_too_new else "cu126")
             yield Check(f"torch and {name}", ERROR, detail, remedy)
+
+
+_REINSTALL_FOR_ROCM = "install torch for ROCm: pytorch.org/get-started/locally names the wheels"
 
 
 def _reinstall(wheel: str) -> str:
@@ -431,7 +471,8 @@ def _check_packages(here: SystemProbes, driver: DriverReading) -> Iterator[Check
     if missing := [name for name in _TRAINING if versions[name] is None]:
         detail = f"not installed: {', '.join(missing)}; planning needs none of them"
         yield Check("training", INFO, detail, _INSTALL)
-    old = [gpu for gpu in driver.gpus if gpu.compute_capability < _FLASH_ATTENTION_NEEDS]
+    needed = _FLASH_ATTENTION_NEEDS
+    old = [gpu for gpu in driver.gpus if (gpu.compute_capability or needed) < needed]
     for name, purpose in _OPTIONAL.items():
         version = versions[name]
         if version is None:

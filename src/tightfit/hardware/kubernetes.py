@@ -15,15 +15,13 @@ from typing import Any, TypeVar
 from tightfit.core.errors import NotFoundError, SetupError, first_line
 from tightfit.core.text import did_you_mean
 from tightfit.hardware.catalogue import guess_gpu
+from tightfit.hardware.command import CommandMissingError, RunCommand, run_command
 from tightfit.hardware.inventory import (
     ClusterNode,
-    CommandMissingError,
     Inventory,
     NodeGpus,
     NodePool,
     NodeState,
-    RunCommand,
-    run_command,
 )
 
 # Which GPU and which pool a Kubernetes node's labels name, in each cloud's own words.

@@ -1,4 +1,4 @@
-"""This machine as a cluster of one node: GPUs read through NVML, or its CPU."""
+"""This machine as a cluster of one node: GPUs as their drivers report them, or its CPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import psutil
 
 from tightfit.core.text import count_of
 from tightfit.core.units import GIB, render_bytes
-from tightfit.hardware.catalogue import guess_gpu, list_gpus
+from tightfit.hardware.catalogue import find_architecture, guess_gpu, list_gpus
 from tightfit.hardware.machine import (
     DriverReading,
     GpuReading,
@@ -197,13 +197,14 @@ def probe_here(
             f"No NVIDIA GPU is to be seen on this machine{why}: its CPU is used (tightfit doctor)."
         )
         if reading.hidden:
-            note = f"CUDA_VISIBLE_DEVICES hides all {reading.hidden} GPUs: the CPU is used."
-        return probe_cpu(read_host=read_host, read_chip=read_chip, warnings=(note,))
+            note = f"{reading.hidden_by} hides all {reading.hidden} GPUs: the CPU is used."
+        warnings_of_cpu = (note, *reading.notes)
+        return probe_cpu(read_host=read_host, read_chip=read_chip, warnings=warnings_of_cpu)
     machine = read_host()
-    warnings: list[str] = []
+    warnings = list(reading.notes)
     if reading.hidden:
         warnings.append(
-            f"CUDA_VISIBLE_DEVICES leaves {len(reading.gpus)} GPUs; {reading.hidden} are hidden."
+            f"{reading.hidden_by} leaves {len(reading.gpus)} GPUs; {reading.hidden} are hidden."
         )
     kinds: dict[tuple[str, int], list[GpuReading]] = {}
     for gpu in reading.gpus:
@@ -219,6 +220,7 @@ def probe_here(
 def _group(
     gpus: Sequence[GpuReading], machine: Machine, *, alone: bool, warnings: list[str]
 ) -> NodeGroup:
+    is_amd = gpus[0].compute_capability is None
     guess = guess_gpu(gpus[0].name, ())
     if guess.gpu is not None:  # one name may mean several sizes; the driver shows which
         guess = guess_gpu(gpus[0].name, (f"{round(gpus[0].total_bytes / GIB)}gb",))
@@ -236,7 +238,12 @@ def _group(
         shm_bytes=machine.shm_bytes or None,
         disk_bytes=read_free_disk(model_cache(os.environ)) or None,
         free_gpu_memory_bytes=max(1, min(one.free_bytes for one in gpus)),
-        has_nvlink=all(one.num_active_nvlinks > 0 for one in gpus) if len(gpus) > 1 else None,
+        # AMD's tools name no links here: the catalogue's are assumed.
+        has_nvlink=(
+            all(one.num_active_nvlinks > 0 for one in gpus)
+            if len(gpus) > 1 and not is_amd
+            else None
+        ),
     )
     busy = [one for one in gpus if one.processes]
     if busy:
@@ -276,6 +283,8 @@ def gpu_from_reading(reading: GpuReading) -> Gpu:
     nearest compute capability.
     """
     near = nearest_gpu(reading)
+    if reading.compute_capability is None:
+        return _amd_gpu(reading, near)
     fp32 = near.peak_flops["fp32"]
     if reading.num_cores and reading.max_sm_hz:
         fp32 = 2.0 * reading.num_cores * reading.max_sm_hz
@@ -303,9 +312,48 @@ def gpu_from_reading(reading: GpuReading) -> Gpu:
     )
 
 
+_WITHOUT_BF16 = ("gfx8", "gfx900", "gfx902", "gfx904", "gfx906", "gfx909", "gfx10")
+"""Before CDNA and RDNA 3. Source: rocm.docs.amd.com, data types and precision support."""
+
+
+def _amd_gpu(reading: GpuReading, near: Gpu) -> Gpu:
+    """AMD's tools tell a card's memory, and nothing of its rates."""
+    peaks = dict(near.peak_flops)
+    supports_bf16 = not reading.architecture.startswith(_WITHOUT_BF16)
+    if not supports_bf16:
+        peaks.pop("bf16", None)
+    return near.model_copy(
+        update={
+            "name": reading.name,
+            "marketing_gb": float(max(1, round(reading.total_bytes / GIB))),
+            "memory_bytes": int(reading.total_bytes * TORCH_SHARE_OF_TOTAL),
+            "peak_flops": peaks,
+            "supports_bf16": supports_bf16,
+            "achievable_bf16_flops": None,
+            "nvlink_bytes_per_second": None,
+            "prices": (),
+            "source": "AMD's tools",
+            "notes": f"rates by the likeness of {near.name}"
+            + (f", for {reading.architecture}" if reading.architecture else ""),
+        }
+    )
+
+
+def _nearest_amd(reading: GpuReading) -> Gpu:
+    """Of the same architecture, else of the same generation, then the nearest memory."""
+
+    def distance(gpu: Gpu) -> tuple[bool, bool, float, float]:
+        here, there = reading.architecture, find_architecture(gpu)
+        memory = abs(gpu.marketing_gb * GIB - reading.total_bytes)
+        return here != there, here[:-2] != there[:-2], memory, gpu.peak_flops["fp16"]
+
+    return min((gpu for gpu in list_gpus() if find_architecture(gpu)), key=distance)
+
+
 def nearest_gpu(reading: GpuReading) -> Gpu:
     """The catalogue's card of the nearest compute capability, older first, then nearest memory."""
-
+    if reading.compute_capability is None:
+        return _nearest_amd(reading)
     wanted = reading.compute_capability[0] + reading.compute_capability[1] / 10
 
     def distance(gpu: Gpu) -> tuple[float, bool, float]:

@@ -1,4 +1,4 @@
-"""This machine: RAM, cores, disks, container limits, packages, and its GPUs by NVML."""
+"""This machine: RAM, cores, disks, container limits, packages, and its GPUs by their drivers."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ import resource
 import shutil
 import stat
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib import metadata
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+from tightfit.hardware.amd import AmdReading, read_amd
 
 # The most memory that this process was resident with, mapped files included.
 
@@ -264,7 +266,8 @@ def parse_torch_build(version: str, text: str) -> TorchBuild:
     return TorchBuild(version=version, cuda=cuda, hip=built.get("hip"))
 
 
-# What the NVIDIA driver says about the GPUs of this machine, by NVML; no CUDA, no torch.
+# What the NVIDIA driver says about the GPUs of this machine, by NVML; no CUDA, no torch. Where it
+# shows none, what the tools of AMD's driver say.
 
 MAX_NVLINKS = 36
 UNCORRECTED, VOLATILE = 1, 0
@@ -284,14 +287,17 @@ class GpuProcess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuReading:
-    """One device as NVML shows it. None: this driver or card does not say."""
+    """One device as its driver shows it. None: this driver or card does not say."""
 
     index: int
     name: str
     uuid: str
     total_bytes: int
     free_bytes: int
-    compute_capability: tuple[int, int]
+    compute_capability: tuple[int, int] | None
+    """None: not NVIDIA's."""
+    architecture: str = ""
+    """AMD's: `gfx942`."""
     processes: tuple[GpuProcess, ...] = ()
     num_active_nvlinks: int = 0
     num_cores: int | None = None
@@ -318,11 +324,67 @@ class DriverReading:
     error: str | None = None
     """Why NVML could not be asked; None where it answered."""
     hidden: int = 0
-    """GPUs that CUDA_VISIBLE_DEVICES takes away."""
+    """GPUs that the variable `hidden_by` takes away."""
+    hidden_by: str = "CUDA_VISIBLE_DEVICES"
+    notes: tuple[str, ...] = ()
+    """What could not be read of AMD's cards, or was left out."""
+
+    @property
+    def is_amd(self) -> bool:
+        return any(gpu.compute_capability is None for gpu in self.gpus)
 
 
-def read_driver(nvml: Any = None, *, environ: Mapping[str, str] | None = None) -> DriverReading:
-    """Ask NVML. `nvml` is pynvml or anything with the same calls. Never raises for the driver."""
+def read_driver(
+    nvml: Any = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+    ask_amd: Callable[[], AmdReading] = read_amd,
+) -> DriverReading:
+    """Ask NVML, and AMD's tools where it shows no GPU: one torch uses one make of them.
+
+    `nvml` is pynvml or anything with the same calls. Never raises for a driver.
+    """
+    settings = os.environ if environ is None else environ
+    reading = _read_nvidia(nvml, settings)
+    if reading.gpus or reading.hidden:
+        return reading
+    found = ask_amd()
+    if not found.cards:
+        return replace(reading, notes=found.notes)
+    return _show_amd(found, settings)
+
+
+_HIP_VARIABLES = ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+"""HIP reads the first that is set, among what ROCR_VISIBLE_DEVICES leaves.
+Source: rocm.docs.amd.com, GPU isolation techniques."""
+
+
+def _show_amd(found: AmdReading, environ: Mapping[str, str]) -> DriverReading:
+    gpus = [
+        GpuReading(
+            index=card.index,
+            name=card.name,
+            uuid=card.uuid,
+            total_bytes=card.total_bytes,
+            free_bytes=card.total_bytes - card.used_bytes,
+            compute_capability=None,
+            architecture=card.architecture,
+        )
+        for card in found.cards
+    ]
+    by_hip = next((key for key in _HIP_VARIABLES if key in environ), _HIP_VARIABLES[0])
+    hidden_by = by_hip
+    visible = gpus
+    for key in ("ROCR_VISIBLE_DEVICES", by_hip):
+        if key in environ:
+            left = _list_visible(visible, environ[key])
+            hidden_by = key if len(left) < len(visible) else hidden_by
+            visible = [replace(gpu, index=number) for number, gpu in enumerate(left)]
+    hidden = len(gpus) - len(visible)
+    return DriverReading(gpus=tuple(visible), hidden=hidden, hidden_by=hidden_by, notes=found.notes)
+
+
+def _read_nvidia(nvml: Any, environ: Mapping[str, str]) -> DriverReading:
     if nvml is None:
         try:
             nvml = importlib.import_module("pynvml")
@@ -338,7 +400,7 @@ def read_driver(nvml: Any = None, *, environ: Mapping[str, str] | None = None) -
             device = nvml.nvmlDeviceGetHandleByIndex(index)
             readings += [_read_gpu(nvml, part, index) for part in _list_parts(nvml, device)]
         version = _ask(nvml, "nvmlSystemGetCudaDriverVersion")
-        shown = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
+        shown = environ.get("CUDA_VISIBLE_DEVICES")
         visible = readings if shown is None else _list_visible(readings, shown)
         return DriverReading(
             gpus=tuple(visible),

@@ -10,14 +10,13 @@ from dataclasses import dataclass, replace
 from tightfit.core.errors import NotFoundError, SetupError, UserError
 from tightfit.core.text import did_you_mean
 from tightfit.core.units import MIB, parse_time_limit
+from tightfit.hardware.command import RunCommand, run_command
 from tightfit.hardware.inventory import (
     ClusterNode,
     Inventory,
     NodeGpus,
     NodePool,
     NodeState,
-    RunCommand,
-    run_command,
 )
 
 # What `sinfo` prints, as Slurm 20 to 25 print it: nodes, GRES, states and what jobs hold.

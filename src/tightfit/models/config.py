@@ -15,15 +15,21 @@ from tightfit.core.files import describe_kind
 from tightfit.core.text import printable
 from tightfit.models.attention import read_attention_extras
 from tightfit.models.families.parts import ConfigFields, shown
-from tightfit.models.families.registry import find_family, reader_for
+from tightfit.models.families.registry import find_family, read_generic, reader_for
+from tightfit.models.family import Reader
 from tightfit.models.spec import ModelSpec
 
 MAX_CONFIG_BYTES = 64 * 1024**2
 """The largest public config.json (with label lists) is below 1 MiB."""
 
 
-def read_config(config: object, *, name: str, source: str) -> ModelSpec:
-    """Read parsed JSON. Raises only UserError, whatever `config` is."""
+def read_config(
+    config: object, *, name: str, source: str, read_unknown: Reader = read_generic
+) -> ModelSpec:
+    """Read parsed JSON; `read_unknown` reads a family that has no reader.
+
+    Raises only UserError, whatever `config` is.
+    """
     if not isinstance(config, Mapping):
         raise InvalidInputError(
             f"{source} holds {shown(config)}, not a model's config.",
@@ -35,7 +41,7 @@ def read_config(config: object, *, name: str, source: str) -> ModelSpec:
     dtype = _stored_dtype(inner) or _stored_dtype(outer)
     is_quantized, packed = _quantized_dtype(outer)
     try:
-        spec = reader_for(model_type)(inner)
+        spec = reader_for(model_type, otherwise=read_unknown)(inner)
     except ValidationError as error:
         raise InvalidInputError(
             f"{source}: {error.errors()[0]['loc']}: {error.errors()[0]['msg']}.",
@@ -45,7 +51,12 @@ def read_config(config: object, *, name: str, source: str) -> ModelSpec:
         update={
             "model_type": model_type or spec.model_type,
             "attention_extras": tuple(
-                sorted(read_attention_extras(inner.values, find_family(model_type)))
+                sorted(
+                    {
+                        *spec.attention_extras,
+                        *read_attention_extras(inner.values, find_family(model_type)),
+                    }
+                )
             ),
             "warnings": tuple(dict.fromkeys(outer.warnings)),
             "stored_dtype": packed if is_quantized else dtype,
@@ -53,10 +64,11 @@ def read_config(config: object, *, name: str, source: str) -> ModelSpec:
     )
 
 
-def read_config_file(path: Path, *, name: str) -> ModelSpec:
+def read_config_file(path: Path, *, name: str, read_unknown: Reader = read_generic) -> ModelSpec:
     """Read a config.json on disk."""
     source = printable(str(path), most=4096)
-    return read_config(parse_json(_read_bytes(path), source=source), name=name, source=source)
+    config = parse_json(_read_bytes(path), source=source)
+    return read_config(config, name=name, source=source, read_unknown=read_unknown)
 
 
 def parse_json(data: bytes, *, source: str) -> object:

@@ -20,6 +20,8 @@ from tightfit.models.catalogue import (
     search_models,
 )
 from tightfit.models.config import forbidden, read_config, read_config_file
+from tightfit.models.families.registry import read_generic
+from tightfit.models.family import Reader
 from tightfit.models.gguf import read_gguf_model
 from tightfit.models.spec import ModelSpec
 
@@ -140,21 +142,24 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth")
 _NOT_WEIGHTS = ("training_args", "optimizer", "scheduler", "rng_state", "scaler")
 
 
-def resolve_model(name: str, *, hub_cache: Path | None = None) -> ModelSpec:
+def resolve_model(
+    name: str, *, hub_cache: Path | None = None, read_unknown: Reader = read_generic
+) -> ModelSpec:
     """Find a model by path, catalogue name, alias, cached hub id or mere size, in this order.
 
-    Reads no weights and asks no network. Raises NotFoundError or InvalidInputError.
+    Reads no weights and asks no network. `read_unknown` reads the config of a family that has no
+    reader. Raises NotFoundError or InvalidInputError.
     """
     if not name.strip():
         raise NotFoundError("No model was named.", remedy="tightfit models")
     error: UserError | None = None
     try:
-        on_disk = _read_path(name)
+        on_disk = _read_path(name, read_unknown)
         if on_disk is not None:
             return on_disk
     except NotFoundError as not_a_model:
         error = not_a_model  # a folder without a model may share its name with one we know
-    known = _read_known(name, hub_cache or locate_hub_cache())
+    known = _read_known(name, hub_cache or locate_hub_cache(), read_unknown)
     if known is not None:
         return known
     sized = read_synthetic(name)
@@ -163,13 +168,13 @@ def resolve_model(name: str, *, hub_cache: Path | None = None) -> ModelSpec:
     raise error or _unknown(name)
 
 
-def _read_known(name: str, cache: Path | None) -> ModelSpec | None:
+def _read_known(name: str, cache: Path | None, read_unknown: Reader) -> ModelSpec | None:
     rows = list_models()
     row = find_exact(name, rows)
     if row is None:
         snapshot = find_in_hub_cache(name, cache)
         if snapshot is not None:
-            return _read_folder(snapshot, name=name)
+            return _read_folder(snapshot, read_unknown, name=name)
         row = find_alias(name, rows)
     if row is not None:
         return load_row(row)
@@ -183,7 +188,7 @@ def _read_known(name: str, cache: Path | None) -> ModelSpec | None:
     return spec.model_copy(update={"warnings": (*spec.warnings, warning)})
 
 
-def _read_path(name: str) -> ModelSpec | None:
+def _read_path(name: str, read_unknown: Reader) -> ModelSpec | None:
     try:
         path = Path(name).expanduser()
         mode = path.stat().st_mode
@@ -192,12 +197,13 @@ def _read_path(name: str) -> ModelSpec | None:
     except (OSError, ValueError, RuntimeError):  # nothing there, too long, an unknown ~user
         return None
     if stat.S_ISDIR(mode):
-        return _read_folder(path, name=path.resolve().name or name)
+        return _read_folder(path, read_unknown, name=path.resolve().name or name)
     kind = describe_kind(mode)
     if kind is None and path.suffix.lower() == ".gguf":
         return read_gguf_model(path)
     if kind is None and path.suffix.lower() == ".json":
-        return read_config_file(path, name=path.resolve().parent.name or path.name)
+        title = path.resolve().parent.name or path.name
+        return read_config_file(path, name=title, read_unknown=read_unknown)
     raise InvalidInputError(
         f"{printable(name, most=400)} is {kind + ', ' if kind else ''}not a model.",
         remedy="name a folder with config.json, a config.json, or a .gguf file",
@@ -215,9 +221,9 @@ def _has(folder: Path, name: str) -> bool:
     return True
 
 
-def _read_folder(folder: Path, *, name: str) -> ModelSpec:
+def _read_folder(folder: Path, read_unknown: Reader, *, name: str) -> ModelSpec:
     if _has(folder, "config.json"):
-        spec = read_config_file(folder / "config.json", name=name)
+        spec = read_config_file(folder / "config.json", name=name, read_unknown=read_unknown)
         return spec.model_copy(update={"file_bytes": measure_weights(folder)})
     if _has(folder, "adapter_config.json"):
         raise InvalidInputError(

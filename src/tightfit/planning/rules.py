@@ -398,6 +398,14 @@ JOB_RULES = _group(
         is_warning=True,
     ),
     Rule(
+        "rocm",
+        lambda c, s: c.gpu.compute_capability is None and not c.is_cpu,
+        "{c.gpu.name}: tightfit was not measured on ROCm; speed follows data sheets, and "
+        "bitsandbytes, DeepSpeed and fused kernels must be builds for ROCm",
+        "tightfit/hardware/rates.py: AMD_SUSTAINED_FRACTION",
+        is_warning=True,
+    ),
+    Rule(
         "bf16-updates",
         lambda c, s: s.method is Method.FULL and s.weights is Dtype.BF16 and not s.sharding.is_zero,
         "bf16 weights round away small updates, and their Adam moments are bf16 too: "

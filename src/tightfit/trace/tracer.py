@@ -77,7 +77,7 @@ class Tracer:
         try:
             child = ChildProcess(
                 [sys.executable, "-m", self.module, str(os.getpid())],
-                env={**os.environ, **_ENVIRONMENT},
+                env={**os.environ, **CPU_ENVIRONMENT},
                 limit_seconds=self.timeout_seconds,
             )
         except OSError as error:
@@ -125,7 +125,7 @@ class Tracer:
                 self.write_errors.append(f"{where}: {problem}" if where else problem)
 
 
-_ENVIRONMENT = {
+CPU_ENVIRONMENT = {
     # No GPU is needed, and a CUDA context would take memory that a training run may want.
     "CUDA_VISIBLE_DEVICES": "",
     "OMP_NUM_THREADS": "1",

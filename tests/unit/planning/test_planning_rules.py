@@ -142,6 +142,7 @@ CASES: dict[str, tuple[Callable[[], Case], Callable[[], Case]]] = {
         lambda: _case({"attention": "sdpa"}, model="gemma-3-1b-it"),
     ),
     "bf16-updates": (lambda: _case(_BF16), lambda: _case({"weights": "fp32", "compute": "bf16"})),
+    "rocm": (lambda: _case(_BF16, gpu="MI300X"), lambda: _case(_BF16)),
     "sdpa-grouped-heads": (
         lambda: _case({"attention": "sdpa"}, model="Llama-3.1-8B", gpu="T4"),
         lambda: _case({"attention": "sdpa", "repeat_keys": True}, model="Llama-3.1-8B", gpu="T4"),

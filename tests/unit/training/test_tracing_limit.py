@@ -6,9 +6,8 @@ import subprocess
 import sys
 
 SCRIPT = """
-from tightfit.training.tracing import worker
-worker.MEMORY_LIMIT_BYTES = 2**29
-worker.limit_memory()
+from tightfit.core.child_process import limit_data_bytes
+limit_data_bytes(2**29)
 bytearray(2**26)
 try:
     bytearray(2**30)

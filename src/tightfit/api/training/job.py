@@ -19,10 +19,10 @@ from tightfit.core.text import count_of
 from tightfit.data.encode import EncodedDataset, EncodeRequest, encode_dataset
 from tightfit.data.profile import profile_from_store
 from tightfit.hardware.types import Cluster
-from tightfit.models.resolve import resolve_model
 from tightfit.models.spec import ModelSpec
 from tightfit.planning.plan import Plan
 from tightfit.planning.search import NUM_PLANS
+from tightfit.runtime.resolve import resolve_model
 
 REPORTED_FINDINGS = ("empty-answer", "answer-cut-off", "truncated", "in-both")
 

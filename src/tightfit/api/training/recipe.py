@@ -29,11 +29,11 @@ from tightfit.core.strategy import DataSource
 from tightfit.core.text import shorten
 from tightfit.core.trackers import TRACKERS
 from tightfit.core.trainers import TrainerVersion, find_trainer
-from tightfit.models.resolve import resolve_model
 from tightfit.models.spec import ModelSpec
 from tightfit.planning.plan import Plan
 from tightfit.planning.request import DEFAULT_EFFECTIVE_BATCH, JobRequest
 from tightfit.planning.search import SearchResult
+from tightfit.runtime.resolve import resolve_model
 
 if TYPE_CHECKING:
     from tightfit.data.readers import ReadProgress

@@ -20,7 +20,7 @@ from tightfit.clusters.protocol import RunObserver
 from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError, UsageError, UserError
 from tightfit.core.files import write_atomic
 from tightfit.core.frozen import Frozen
-from tightfit.hardware.inventory import RunCommand, run_command
+from tightfit.hardware.command import RunCommand, run_command
 from tightfit.runs.run_folder import RunFolder
 
 _OPTION = re.compile(r"^#SBATCH --([a-z-]+)", re.MULTILINE)

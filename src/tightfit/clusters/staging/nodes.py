@@ -27,7 +27,7 @@ from tightfit.clusters.staging.transfer import make_token
 from tightfit.core.child_process import Message
 from tightfit.core.errors import NotFoundError, SetupError, UsageError
 from tightfit.core.units import GIB, MIB
-from tightfit.hardware.inventory import RunCommand, run_command
+from tightfit.hardware.command import RunCommand, run_command
 from tightfit.hardware.slurm import probe_slurm_inventory
 
 AGENT_MODULE = "tightfit.clusters.staging.agent"

@@ -51,10 +51,11 @@ from tightfit.export.quantize.calibration import (
 )
 from tightfit.export.verify.verdict import Comparison, Verdict
 from tightfit.models.gguf import read_gguf_model
-from tightfit.models.resolve import measure_weights, resolve_model
+from tightfit.models.resolve import measure_weights
 from tightfit.models.spec import ModelSpec
 from tightfit.runtime.model_files import Artefact, ArtefactKind, find_artefact
 from tightfit.runtime.output_folder import check_file_target, check_room, check_target, reject
+from tightfit.runtime.resolve import resolve_model
 
 # QuantizeSummary: what was made of a model, how large and how good; saved as quantize.json and
 # a plot.

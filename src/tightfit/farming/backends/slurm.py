@@ -20,7 +20,7 @@ from tightfit.core.errors import EXIT_REQUEUE, SetupError
 from tightfit.core.files import write_atomic
 from tightfit.farming.backends.local import WORKER_COMMAND
 from tightfit.farming.worker_pool import StartedWorkers, WorkerGroup, farm_prefix
-from tightfit.hardware.inventory import RunCommand, run_command
+from tightfit.hardware.command import RunCommand, run_command
 
 MAX_RESTARTS = 20
 """Of one task by itself; after that the submitter's command starts it again."""

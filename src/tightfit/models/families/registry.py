@@ -13,7 +13,7 @@ from tightfit.models.families.t5 import T5_FAMILIES
 from tightfit.models.family import Family, Reader
 from tightfit.models.spec import Linear, ModelSpec
 
-_EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
+EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 _SHAPED_ATTENTION = ("kv_lora_rank", "q_lora_rank", "ssm_state_size", "linear_key_head_dim")
 
 
@@ -36,7 +36,7 @@ def read_generic(f: ConfigFields) -> ModelSpec:
 
 
 def _mlp(f: ConfigFields, stem: DecoderShape) -> tuple[Linear, ...]:
-    if not f.has(*_EXPERT_KEYS):
+    if not f.has(*EXPERT_KEYS):
         return parts.gated_mlp(stem, bias=f.flag("mlp_bias", default=False))
     inner = f.optional_size("moe_intermediate_size", most=parts.MAX_INNER_WIDTH) or stem.inner
     experts = parts.read_experts(f, inner=inner, count_default=8, per_token_default=2)
@@ -124,6 +124,6 @@ def find_gguf_family(architecture: str) -> Family | None:
     return _BY_ARCHITECTURE.get(architecture)
 
 
-def reader_for(model_type: str) -> Reader:
-    """The family's reader, or the generic one, which warns."""
-    return find_family(model_type).read or read_generic
+def reader_for(model_type: str, *, otherwise: Reader = read_generic) -> Reader:
+    """The family's reader, or `otherwise`: the generic one, which warns, where none is given."""
+    return find_family(model_type).read or otherwise

@@ -44,9 +44,10 @@ from tightfit.estimation.weights import estimate_weight_bytes
 from tightfit.hardware.local import probe_cpu, probe_here
 from tightfit.hardware.machine import read_busy_threads, read_machine
 from tightfit.hardware.types import Gpu, Node
-from tightfit.models.resolve import measure_weights, resolve_model
+from tightfit.models.resolve import measure_weights
 from tightfit.models.spec import ModelSpec
 from tightfit.runtime.model_files import ArtefactKind
+from tightfit.runtime.resolve import resolve_model
 from tightfit.serving.generate.prompts import Prompt
 from tightfit.serving.generate.run import count_threads
 

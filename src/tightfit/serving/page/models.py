@@ -29,8 +29,8 @@ from tightfit.engines.protocol import (
 )
 from tightfit.estimation.weights import estimate_weight_bytes
 from tightfit.hardware.machine import read_driver
-from tightfit.models.resolve import resolve_model
 from tightfit.runtime.model_files import Artefact
+from tightfit.runtime.resolve import resolve_model
 
 EXTRA_MEMORY_FRACTION = 0.1
 """Beside the weights: keys and values, scratch space, the libraries themselves."""

@@ -7,7 +7,12 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 
-from tightfit.core.child_process import end_with_parent, open_output, read_messages
+from tightfit.core.child_process import (
+    end_with_parent,
+    limit_data_bytes,
+    open_output,
+    read_messages,
+)
 from tightfit.core.errors import UserError
 from tightfit.core.units import GIB
 from tightfit.hardware.machine import read_machine
@@ -29,7 +34,7 @@ def main() -> None:
     """
     if len(sys.argv) > 1:
         end_with_parent(int(sys.argv[1]))
-    limit_memory()
+    limit_data_bytes(MEMORY_LIMIT_BYTES)
     send = open_output()
     warnings.simplefilter("ignore")
     jobs = [TraceJob.model_validate(message) for message in read_messages()]
@@ -40,17 +45,6 @@ def main() -> None:
     for answer in answer_all(jobs, num_cores=read_machine().num_usable_cores):
         send(answer.model_dump(mode="json"))
     os._exit(0)  # skips torch's slow teardown
-
-
-def limit_memory() -> None:
-    """What it maps beyond the limit raises MemoryError, which becomes a response."""
-    if not sys.platform.startswith("linux"):  # elsewhere the limit counts other things, or nothing
-        return
-    import resource
-
-    _, most = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = MEMORY_LIMIT_BYTES if most == resource.RLIM_INFINITY else min(most, MEMORY_LIMIT_BYTES)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
 
 
 def answer_all(jobs: Sequence[TraceJob], *, num_cores: int) -> Iterator[TraceResponse]:
