@@ -13,7 +13,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from small_models import FAMILIES, SENTENCES, make_family, make_llama
+from small_models import FAMILIES, SENTENCES, make_family, make_llama, name_model_type
 from tightfit.core.dtypes import find_plain_dtype
 from tightfit.core.errors import InvalidInputError, SetupError, UsageError
 from tightfit.export.convert import (
@@ -201,6 +201,11 @@ GEMMA3_LINEAR = {
         pytest.param("llama", {"attention_bias": True, "mlp_bias": True}, id="biases"),
         pytest.param("falcon-7b", {"multi_query": False}, id="falcon-all-heads"),
         pytest.param("gpt2", {"n_inner": 96}, id="gpt2-narrow"),
+        pytest.param("gpt_oss", {"rope_parameters": YARN}, id="gpt-oss-yarn"),
+        pytest.param("mixtral", {"num_local_experts": 8}, id="eight-experts"),
+        pytest.param("gpt_neox", {"use_parallel_residual": False}, id="neox-in-sequence"),
+        pytest.param("stablelm", {"use_parallel_residual": True}, id="stablelm-parallel"),
+        pytest.param("stablelm", {"qk_layernorm": True}, id="stablelm-head-norms"),
     ],
 )
 def test_settings_that_change_the_arithmetic(
@@ -216,7 +221,7 @@ def test_a_layout_left_as_it_was_shows(
     make: Maker, tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The models are such that the tests above can fail."""
-    monkeypatch.setattr("tightfit.export.gguf_writer.find_layout_change", lambda *_: None)
+    monkeypatch.setattr("tightfit.runtime.gguf.file.find_layout_change", lambda *_: None)
 
     file = export(make(family), tmp_path / "model.gguf", "f32")
 
@@ -264,6 +269,41 @@ def test_shards_and_pickles_give_the_same_file(make: Maker, tmp_path: Path) -> N
 
     assert files["sharded"] == whole
     assert files["pickled"] == whole
+
+
+SPARSE = [
+    family
+    for family in FAMILIES
+    if (layout := RECORDS[name_model_type(family)].gguf) and layout.expert_inner_key
+]
+
+
+@pytest.mark.parametrize("family", SPARSE)
+def test_experts_as_transformers_holds_them_in_memory(
+    make: Maker, tmp_path: Path, family: str
+) -> None:
+    """In one tensor per layer, with gate and up in one; published checkpoints have each alone."""
+    from safetensors.torch import save_file
+
+    source = shutil.copytree(make(family), tmp_path / family)
+    model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    state = {name: value.contiguous() for name, value in model.state_dict().items()}
+    save_file(state, source / "model.safetensors", {"format": "pt"})
+
+    before = export(make(family), tmp_path / "before.gguf").read_bytes()
+    assert export(source, tmp_path / "after.gguf").read_bytes() == before
+
+
+def test_an_expert_that_is_lost_is_missed(make: Maker, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    source = shutil.copytree(make("qwen3_moe"), tmp_path / "model")
+    state = load_file(source / "model.safetensors")
+    del state["model.layers.1.mlp.experts.5.up_proj.weight"]
+    save_file(state, source / "model.safetensors", {"format": "pt"})
+
+    with pytest.raises(InvalidInputError, match=r"5 of the 6 matrices of blk\.1\.ffn_up_exps"):
+        export(source, tmp_path / "model.gguf")
 
 
 def test_words_beside_the_weights_go_along(make: Maker, tmp_path: Path) -> None:
@@ -354,6 +394,28 @@ def test_what_cannot_be_right_is_refused(
     with pytest.raises(InvalidInputError, match=said):
         export(source, tmp_path / "model.gguf")
     assert list(tmp_path.glob("*.gguf*")) == []
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "said"),
+    [
+        ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "layers without experts"),
+        ("qwen3", {"attention_bias": True}, "biases in its attention"),
+        ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit"),
+        ("gpt_oss", {"layer_types": ["full_attention"] * 2}, "every 2th layer"),
+        ("smollm3", {"no_rope_layers": [1, 1, 1, 1]}, "without rotary positions"),
+        ("phi", {"qk_layernorm": True}, "qk_layernorm"),
+    ],
+)
+def test_what_llama_cpp_would_ignore_is_refused(
+    make: Maker, tmp_path: Path, family: str, changes: dict[str, Any], said: str
+) -> None:
+    source = shutil.copytree(make(family), tmp_path / family)
+    change_config(source, **changes)
+
+    with pytest.raises(InvalidInputError, match=said):
+        export(source, tmp_path / "model.gguf")
 
 
 def test_an_unknown_family_hears_the_known_ones(tmp_path: Path) -> None:

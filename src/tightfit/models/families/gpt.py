@@ -13,6 +13,7 @@ from tightfit.models.family import (
     GgufMetadata,
     Rearrangement,
     Settings,
+    read_usual_layernorm_settings,
     round_fp32,
 )
 from tightfit.models.spec import Linear, ModelSpec
@@ -113,6 +114,31 @@ def _read_bigcode_flags(config: Mapping[str, Any], _tensors: Collection[str]) ->
     return {"multi_query": config.get("num_key_value_heads", 1) == 1}
 
 
+def _write_gpt_neox(writer: Any, config: Any) -> None:
+    writer.add_parallel_residual(bool(config.use_parallel_residual))
+
+
+def _find_gpt_neox_obstacle(config: Any) -> str | None:
+    return None if config.attention_bias else "attention without biases"
+
+
+def _read_gpt_neox_gguf(file: GgufMetadata, rope: Settings) -> Settings:
+    return read_usual_layernorm_settings(file, rope) | {
+        "use_parallel_residual": bool(file.get("use_parallel_residual"))
+    }
+
+
+_GPT_NEOX_GGUF = GgufLayout(
+    # llama.cpp has the tanh form of GELU where these have the exact one: 1e-3 apart at most.
+    activations=("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh"),
+    needs_head=True,
+    rearrangement=Rearrangement.GROUPED_QKV,
+    count_kv_heads=lambda config: int(config.num_attention_heads),
+    find_obstacle=_find_gpt_neox_obstacle,
+    write_attention=_write_gpt_neox,
+    read_settings=_read_gpt_neox_gguf,
+)
+
 GPT_FAMILIES = (
     Family(
         model_types=("gpt2",),
@@ -137,7 +163,13 @@ GPT_FAMILIES = (
         gguf_name="starcoder",
         gguf_flags=_read_bigcode_flags,
     ),
-    Family(model_types=("gpt_neox",), read=read_gpt_neox, splits_rotary=True, gguf_name="gptneox"),
+    Family(
+        model_types=("gpt_neox",),
+        read=read_gpt_neox,
+        splits_rotary=True,
+        gguf_name="gptneox",
+        gguf=_GPT_NEOX_GGUF,
+    ),
     Family(
         model_types=("gptj",),
         read=read_gptj,

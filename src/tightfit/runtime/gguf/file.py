@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,7 +50,8 @@ class GgufFile:
     def family(self) -> Family | None:
         """The family, where we can convert it ourselves."""
         found = find_gguf_family(self.architecture)
-        is_ours = found is not None and found.gguf is not None and not self.get("expert_count")
+        layout = None if found is None else found.gguf
+        is_ours = layout is not None and layout.read_settings and not self.get("expert_count")
         return found if is_ours else None
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -128,8 +130,11 @@ def make_name_lookup(family: Family, num_layers: int) -> Callable[[str], str | N
             name = f"transformer.{name}"
         elif prefix == "removed":
             name = name.removeprefix("transformer.")
-        found: str | None = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        return found
+        name += ".weight" if name.endswith(".sinks") else ""
+        # Of two names for the same part of a layer, the map has all forms of one alone.
+        spellings = (name, name.replace(".block_sparse_moe.", ".mlp."))
+        found = (names.get_name(spelt, try_suffixes=(".weight", ".bias")) for spelt in spellings)
+        return next(filter(None, found), None)
 
     return look_up
 
@@ -140,7 +145,13 @@ class LayoutChange:
 
     apply: Callable[[Tensor], Tensor]
     undo: Callable[[Tensor], Tensor]
-    is_transposed: bool = False
+
+
+def changed_shape(change: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a tensor after the change, found without values."""
+    import torch
+
+    return tuple(change(torch.empty(shape, device="meta")).shape)
 
 
 def find_layout_change(layout: GgufLayout, name: str, config: Any) -> LayoutChange | None:
@@ -160,13 +171,71 @@ def find_layout_change(layout: GgufLayout, name: str, config: Any) -> LayoutChan
         def transpose(x: Tensor) -> Tensor:
             return x.t().contiguous()
 
-        return LayoutChange(transpose, transpose, is_transposed=True)
+        return LayoutChange(transpose, transpose)
     if kind is Rearrangement.GROUPED_QKV and ".query_key_value." in name:
         heads, kv_heads = int(config.num_attention_heads), layout.count_kv_heads(config)
         return LayoutChange(
             lambda x: _ungroup(x, heads, kv_heads), lambda x: _regroup(x, heads, kv_heads)
         )
     return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorPart:
+    """Where a stored tensor, or a part of it, goes."""
+
+    name: str
+    """As gguf's map knows it."""
+    index: int | None = None
+    """Its place in a stack, where the file has one tensor for all experts or heads."""
+    take: Callable[[Tensor], Tensor] | None = None
+    """The change on the way."""
+
+
+_STACKED = re.compile(r"(.+\.(?:experts|q_layernorm|k_layernorm))\.(?:norms\.)?(\d+)\.(.+)")
+_GATE_AND_UP = re.compile(r"(.+\.)(?:experts\.gate_up_proj|input_linear)(\.weight|_bias)?")
+
+
+def find_parts(layout: GgufLayout, name: str, config: Any) -> tuple[TensorPart, ...]:
+    """Where the tensor goes that a checkpoint calls `name`: mostly to one tensor, as a whole.
+
+    Experts lie in one tensor of three dimensions per matrix; checkpoints have them one by one, or
+    stacked with gate and up in one tensor. Source: `modify_tensors` of Qwen2MoeModel, GptOssModel
+    and GraniteMoeModel in ggml-org/llama.cpp, `conversion/`.
+    """
+    alternates = layout.rearrangement is Rearrangement.ALTERNATING_EXPERTS
+    if found := _STACKED.fullmatch(name):
+        return (TensorPart(name=f"{found[1]}.{found[3]}", index=int(found[2])),)
+    if found := _GATE_AND_UP.fullmatch(name):
+        ending = ".bias" if found[2] == "_bias" else ".weight"
+        return tuple(
+            TensorPart(
+                name=f"{found[1]}experts.{part}{ending}",
+                take=_alternating(at, ending) if alternates else _half(at),
+            )
+            for at, part in enumerate(("gate_proj", "up_proj"))
+        )
+    if name.endswith(".experts.down_proj"):
+        take = _transposed if alternates else None
+        return (TensorPart(name=f"{name}.weight", take=take),)
+    if name.endswith(".experts.down_proj_bias"):
+        return (TensorPart(name=f"{name.removesuffix('_bias')}.bias"),)
+    change = find_layout_change(layout, name, config)
+    return (TensorPart(name=name, take=None if change is None else change.apply),)
+
+
+def _half(at: int) -> Callable[[Tensor], Tensor]:
+    return lambda x: x.chunk(2, dim=1)[at]
+
+
+def _alternating(at: int, ending: str) -> Callable[[Tensor], Tensor]:
+    if ending == ".bias":
+        return lambda x: x[:, at::2]
+    return lambda x: _transposed(x[:, :, at::2])
+
+
+def _transposed(values: Tensor) -> Tensor:
+    return values.transpose(-1, -2)
 
 
 def _rotary(num_heads: int) -> LayoutChange:
@@ -273,6 +342,12 @@ def write_rope(writer: Any, config: Any) -> list[str]:
             writer.add_rope_scaling_yarn_beta_slow(float(rope["beta_slow"]))
         if scale is not None:
             writer.add_rope_scaling_attn_factors(float(scale) / _own_yarn_scale(factor))
+        if not rope.get("truncate", True):
+            return [
+                "Its rotary positions go from one scaling to the other between fractions of a "
+                "dimension (YaRN with truncate: false); llama.cpp rounds these bounds, so answers "
+                "may differ a little."
+            ]
     return []
 
 
