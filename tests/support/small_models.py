@@ -105,6 +105,15 @@ FAMILIES = (
     "gpt_neox",
     "phi",
     "stablelm",
+    "qwen2_moe",
+    "olmo2",
+    "olmo3",
+    "starcoder2",
+    "cohere",
+    "cohere2",
+    "glm4",
+    "nemotron",
+    "mpt",
 )
 """What `make_family` makes; `falcon` has the grouped heads of the 40B, `falcon-7b` a single one."""
 
@@ -172,6 +181,9 @@ def _family_settings(family: str) -> tuple[str, dict[str, Any]]:
     gpt_oss: dict[str, Any] = {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
     gpt_oss |= {"sliding_window": 64, "rope_parameters": {"rope_type": "default"}}
     gpt_oss["rope_parameters"] |= {"rope_theta": 10_000.0}
+    shared = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 48}
+    mpt: dict[str, Any] = {"d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 1024}
+    mpt |= {"initializer_range": 0.12, "attn_config": {"clip_qkv": 3.0}}
     granite: dict[str, Any] = {"embedding_multiplier": 3.0, "logits_scaling": 2.0}
     granite |= {"residual_multiplier": 0.5, "attention_multiplier": 0.2}
     known: dict[str, tuple[str, dict[str, Any]]] = {
@@ -197,6 +209,15 @@ def _family_settings(family: str) -> tuple[str, dict[str, Any]]:
         "gpt_neox": ("GPTNeoX", _SIZES),
         "phi": ("Phi", _SIZES),
         "stablelm": ("StableLm", _SIZES | {"use_qkv_bias": True}),
+        "qwen2_moe": ("Qwen2Moe", sparse | shared),
+        "olmo2": ("Olmo2", _SIZES),
+        "olmo3": ("Olmo3", _SIZES | {"num_hidden_layers": 4, "sliding_window": 64}),
+        "starcoder2": ("Starcoder2", _SIZES | {"initializer_range": 0.4}),
+        "cohere": ("Cohere", _SIZES | {"logit_scale": 0.5}),
+        "cohere2": ("Cohere2", _SIZES | {"num_hidden_layers": 4, "sliding_window": 64}),
+        "glm4": ("Glm4", _SIZES | {"head_dim": 24, "pad_token_id": 0}),
+        "nemotron": ("Nemotron", _SIZES),
+        "mpt": ("Mpt", mpt),
     }
     return known[family]
 

@@ -227,7 +227,7 @@ def _write_architecture(writer: Any, layout: GgufLayout, config: Any) -> list[st
     if hasattr(config, "rms_norm_eps"):
         writer.add_layer_norm_rms_eps(float(config.rms_norm_eps))
     else:
-        stated = ("layer_norm_epsilon", "layer_norm_eps", "norm_epsilon")
+        stated = ("layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps")
         epsilon = next(getattr(config, name) for name in stated if hasattr(config, name))
         writer.add_layer_norm_eps(float(epsilon))
     if layout.expert_inner_key is not None:

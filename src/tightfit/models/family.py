@@ -94,12 +94,12 @@ def find_non_square_heads(config: Any) -> str | None:
 
 
 def require_full_attention_period(config: Any, period: int) -> None:
-    """Raise unless every n-th layer, and no other, attends to all tokens."""
+    """Raise unless the last of every `period` layers, and no other, attends to all tokens."""
     for at, kind in enumerate(config.layer_types or ()):
         if (kind == "full_attention") != (at % period == period - 1):
             raise InvalidInputError(
                 f"Layer {at} of this model is of the kind {kind}, where llama.cpp expects another: "
-                f"it lets every {period}th layer attend to all tokens.",
+                f"it lets the last of every {period} layers attend to all tokens.",
                 remedy="use the model with --engine transformers",
             )
 

@@ -206,6 +206,7 @@ GEMMA3_LINEAR = {
         pytest.param("gpt_neox", {"use_parallel_residual": False}, id="neox-in-sequence"),
         pytest.param("stablelm", {"use_parallel_residual": True}, id="stablelm-parallel"),
         pytest.param("stablelm", {"qk_layernorm": True}, id="stablelm-head-norms"),
+        pytest.param("qwen2_moe", {"tie_word_embeddings": True}, id="tied-where-a-head-is-needed"),
     ],
 )
 def test_settings_that_change_the_arithmetic(
@@ -403,9 +404,14 @@ def test_what_cannot_be_right_is_refused(
         ("qwen3_moe", {"decoder_sparse_step": 2}, "layers without experts"),
         ("qwen3", {"attention_bias": True}, "biases in its attention"),
         ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit"),
-        ("gpt_oss", {"layer_types": ["full_attention"] * 2}, "every 2th layer"),
-        ("smollm3", {"no_rope_layers": [1, 1, 1, 1]}, "without rotary positions"),
+        ("gpt_oss", {"layer_types": ["full_attention"] * 2}, "last of every 2 layers"),
+        ("smollm3", {"no_rope_layers": [1, 1, 1, 1]}, "layer 3 with rotary positions"),
         ("phi", {"qk_layernorm": True}, "qk_layernorm"),
+        ("qwen2_moe", {"norm_topk_prob": True}, "norm_topk_prob"),
+        ("olmo3", {"layer_types": ["full_attention"] * 4}, "last of every 4 layers"),
+        ("cohere", {"use_qk_norm": True}, "norms over queries"),
+        ("cohere2", {"layer_types": ["sliding_attention"] * 4}, "last of every 4 layers"),
+        ("mpt", {"attn_config": {"softmax_scale": 1.0}}, "softmax_scale"),
     ],
 )
 def test_what_llama_cpp_would_ignore_is_refused(
@@ -424,7 +430,7 @@ def test_an_unknown_family_hears_the_known_ones(tmp_path: Path) -> None:
 
     with pytest.raises(InvalidInputError, match=r"Did you mean.*`qwen2`") as caught:
         export(source, tmp_path / "model.gguf")
-    assert "bloom, falcon" in caught.value.remedy
+    assert "bloom, cohere" in caught.value.remedy
 
 
 def test_values_too_large_for_half_precision(tmp_path: Path) -> None:

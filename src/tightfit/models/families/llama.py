@@ -131,7 +131,7 @@ def _find_smollm3_obstacle(config: Any) -> str | None:
         return "biases in its linear layers"
     for at, has_rope in enumerate(config.no_rope_layers):
         if bool(has_rope) != ((at + 1) % _SMOLLM3_PERIOD != 0):
-            return f"other layers without rotary positions than every {_SMOLLM3_PERIOD}th"
+            return f"layer {at} {'with' if has_rope else 'without'} rotary positions"
     return None
 
 
