@@ -126,9 +126,7 @@ def plan_gguf(
             f"{source} holds an adapter, not a model.",
             remedy=f"merge first: tightfit merge {source}",
         )
-    family, layout = _find_layout(source)
-    config = _load_config(source)
-    _check_config(layout, config)
+    family, layout, config = open_model(source)
     check_weights(source)
     weights = StoredWeights(source)
     folder = tokenizer or source
@@ -145,6 +143,23 @@ def plan_gguf(
         name=name or source.absolute().name,
         tokenizer=folder,
     )
+
+
+def open_model(source: Path) -> tuple[Family, GgufLayout, Any]:
+    """The family of a model folder and transformers' config; raises if llama.cpp cannot have it."""
+    family, layout = _find_layout(source)
+    config = _load_config(source)
+    _check_config(layout, config)
+    return family, layout, config
+
+
+def has_own_head(layout: GgufLayout, config: Any) -> bool:
+    """Whether the file has an output matrix."""
+    return layout.needs_head or not _is_tied(config)
+
+
+def _is_tied(config: Any) -> bool:
+    return bool(getattr(config, "tie_word_embeddings", True))
 
 
 def _find_layout(folder: Path) -> tuple[Family, GgufLayout]:
@@ -361,7 +376,7 @@ def _settle_head(
     import torch
 
     embedding, head = planned.get(_EMBEDDING), planned.get(_HEAD)
-    is_tied = bool(getattr(config, "tie_word_embeddings", True))
+    is_tied = _is_tied(config)
     if embedding is None or (head is None and not is_tied):
         lacking = "a head (lm_head.weight)" if embedding else "an embedding"
         raise InvalidInputError(
