@@ -16,12 +16,12 @@ from tightfit.core.errors import InvalidInputError, NotFoundError, UsageError
 from tightfit.core.frozen import Frozen
 from tightfit.core.progress import Progress
 from tightfit.export.gguf_adapter import GgufAdapterPlan, plan_gguf_adapter
-from tightfit.export.gguf_writer import GgufPlan, plan_gguf
+from tightfit.export.gguf_writer import MXFP4, GgufPlan, plan_gguf, read_quant_method
 from tightfit.export.meta_checkpoint import plan_meta
 from tightfit.hardware.machine import read_peak_memory_bytes, reset_peak_memory
 from tightfit.runtime.gguf.unpack import plan_unpack
 from tightfit.runtime.libraries import torch_dtype
-from tightfit.runtime.model_files import ArtefactKind, find_artefact
+from tightfit.runtime.model_files import ArtefactKind, find_artefact, read_json
 from tightfit.runtime.output_folder import (
     check_file_target,
     check_resources,
@@ -64,6 +64,8 @@ class ConvertSource:
     """What the model is called."""
     base: Path | None = None
     """Of an adapter: the folder of the model it was trained on."""
+    has_engine: bool = True
+    """Whether an engine here loads it, to compare the result with."""
 
 
 class ConvertForecast(Frozen):
@@ -109,7 +111,7 @@ class Conversion:
         check_resources("conversion", self.target, forecast.disk_bytes, forecast.host_bytes)
         notes = self.plan.write(self.target, report)
         words = ["verify", self.source.name, str(self.target)]
-        if self.source.kind is SourceKind.META:  # whose format has no engine to compare with
+        if not self.source.has_engine:
             words = ["chat", str(self.target)]
         elif self.source.base is not None:
             words = ["convert", str(self.source.base), "--to", "gguf"]
@@ -201,35 +203,31 @@ def find_convert_source(name: str) -> ConvertSource:
         return ConvertSource(name=name, kind=kind, path=path, home=home, stem=stem, title=title)
 
     if (path / "params.json").is_file() and not (path / "config.json").is_file():
-        return found(SourceKind.META, path, here.parent, here.name, here.name)
+        source = found(SourceKind.META, path, here.parent, here.name, here.name)
+        return replace(source, has_engine=False)
     gguf = _find_gguf(path)
     if gguf is not None:
         return found(SourceKind.GGUF, gguf, gguf.absolute().parent, gguf.stem, gguf.stem)
+    if read_quant_method(read_json(path / "config.json")) == MXFP4:
+        source = found(SourceKind.HF, path, here.parent, here.name, here.name)
+        return replace(source, has_engine=False)
     artefact = find_artefact(name)
-    if artefact.kind is ArtefactKind.ADAPTER:
-        home = here if artefact.run is None else artefact.run.path.absolute()
-        source = found(
-            SourceKind.ADAPTER,
-            artefact.path,
-            home if artefact.run is not None else home.parent,
-            home.name,
-            home.name,
-        )
-        return replace(source, base=artefact.base)
-    if artefact.kind is not ArtefactKind.MODEL:
+    is_adapter = artefact.kind is ArtefactKind.ADAPTER
+    if not is_adapter and artefact.kind is not ArtefactKind.MODEL:
         raise InvalidInputError(
             f"{artefact.name} is quantized ({artefact.kind.value}), and its original values are "
             "lost.",
             remedy="convert the model that it was made from",
         )
+    home, stem, title = here.parent, here.name, here.name
     if artefact.run is not None:
         home = artefact.run.path.absolute()
-        return found(SourceKind.HF, artefact.path, home, artefact.path.name, home.name)
-    if path.exists():
-        return found(SourceKind.HF, artefact.path, here.parent, here.name, here.name)
-    # A model of the hub's cache, whose folder is named by a commit hash.
-    stem = name.rsplit("/", 1)[-1]
-    return found(SourceKind.HF, artefact.path, Path.cwd(), stem, stem)
+        stem, title = artefact.path.name, home.name
+    elif not path.exists():  # a model of the hub's cache, whose folder is named by a commit hash
+        home, stem = Path.cwd(), name.rsplit("/", 1)[-1]
+        title = stem
+    kind = SourceKind.ADAPTER if is_adapter else SourceKind.HF
+    return replace(found(kind, artefact.path, home, stem, title), base=artefact.base)
 
 
 def _find_gguf(path: Path) -> Path | None:

@@ -37,6 +37,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+MXFP4 = "mxfp4"
+"""transformers' name of the `quant_method`."""
+MXFP4_BLOCK, MXFP4_BLOCK_BYTES = 32, 17
+"""Values that share a scale, and their codes with it. Source: OCP Microscaling Formats 1.0."""
+_CODES, _SCALES = "_blocks", "_scales"
 BLOOM_CONTEXT = 2048
 """Bloom's config does not say what it was trained on. Source: arXiv:2211.05100, table 3."""
 TOKEN_BYTES = 2048
@@ -63,9 +68,13 @@ class PlannedTensor:
     dtype: Dtype
     take: Callable[[Tensor], Tensor] | None = None
     """What is done with the values of a source."""
+    is_mxfp4: bool = False
+    """The sources are MXFP4's codes and scales, in this order."""
 
     @property
     def num_bytes(self) -> int:
+        if self.is_mxfp4:
+            return math.prod(self.shape) // MXFP4_BLOCK * MXFP4_BLOCK_BYTES
         return math.prod(self.shape) * self.dtype.value_bytes
 
 
@@ -181,7 +190,8 @@ def _find_layout(folder: Path) -> tuple[Family, GgufLayout]:
             f"{did_you_mean(model_type, known)}",
             remedy=f"name a model of one of: {', '.join(known)}",
         )
-    if config.get("quantization_config"):
+    is_mxfp4 = read_quant_method(config) == MXFP4
+    if config.get("quantization_config") and not (is_mxfp4 and family.gguf.keeps_mxfp4):
         raise InvalidInputError(
             f"{folder} is quantized, and its values cannot be had back.",
             remedy="convert the model that it was made from; tightfit quantize makes small GGUFs",
@@ -193,6 +203,12 @@ def _find_layout(folder: Path) -> tuple[Family, GgufLayout]:
             remedy="name a model whose architecture ends in ForCausalLM",
         )
     return family, family.gguf
+
+
+def read_quant_method(config: Mapping[str, Any]) -> str | None:
+    """Of a config.json; None: the model is not quantized."""
+    stated = config.get("quantization_config")
+    return str(stated.get("quant_method", "")).lower() if isinstance(stated, dict) else None
 
 
 def _load_config(source: Path) -> Any:
@@ -298,6 +314,9 @@ def _plan_tensors(
     stacks: dict[str, dict[int, str]] = defaultdict(dict)
     strange = []
     for stored in weights.tensors.values():
+        if layout.keeps_mxfp4 and stored.name.endswith(_CODES):
+            planned |= _plan_mxfp4(stored, weights, look_up, layout, config)
+            continue
         if stored.name.endswith(_LEFT_OUT) or not _is_weight(stored):
             continue
         for part in find_parts(layout, stored.name, config):
@@ -328,6 +347,55 @@ def _plan_tensors(
     _settle_head(planned, weights, family, layout, config)
     _check_layers(planned, config)
     return sorted(planned.values(), key=_order)
+
+
+def _plan_mxfp4(
+    stored: StoredTensor,
+    weights: StoredWeights,
+    look_up: Callable[[str], str | None],
+    layout: GgufLayout,
+    config: Any,
+) -> dict[str, PlannedTensor]:
+    """The tensors that become of MXFP4's codes: of gate and up together every other row each."""
+    name = stored.name.removesuffix(_CODES)
+    if f"{name}{_SCALES}" not in weights.tensors:
+        raise InvalidInputError(
+            f"The weights lack {name}{_SCALES}.",
+            remedy="fetch the model again; `hf download` goes on where it stopped",
+        )
+    parts = find_parts(layout, name, config)
+    experts, rows, blocks, _ = stored.shape
+    planned = {}
+    for at, part in enumerate(parts):
+        found = look_up(part.name)
+        assert found is not None
+        planned[found] = PlannedTensor(
+            name=found,
+            sources=(stored.name, f"{name}{_SCALES}"),
+            shape=(experts, rows // len(parts), blocks * MXFP4_BLOCK),
+            dtype=Dtype.BF16,
+            take=_every(len(parts), at),
+            is_mxfp4=True,
+        )
+    return planned
+
+
+def _every(step: int, at: int) -> Callable[[Tensor], Tensor]:
+    return lambda x: x[:, at::step]
+
+
+def _repack_mxfp4(codes: Tensor, scales: Tensor) -> Tensor:
+    """From pairs of neighbours in a byte to values half a block apart; the codes are the same.
+
+    Source: `repack_mxfp4_blocks` in ggml-org/llama.cpp, `conversion/base.py`.
+    """
+    import torch
+
+    low, high = codes & 0x0F, codes >> 4
+    values = torch.stack((low, high), dim=-1).flatten(-2)
+    half = MXFP4_BLOCK // 2
+    packed = values[..., :half] | (values[..., half:] << 4)
+    return torch.cat((scales[..., None], packed), dim=-1).contiguous()
 
 
 def _is_wide(name: str, shape: tuple[int, ...]) -> bool:
@@ -432,7 +500,10 @@ def _make_writer(path: Path, plan: GgufPlan) -> Any:
     shared, each = num_values - of_experts, of_experts // max(count, 1)
     writer.add_size_label(gguf.size_label(num_values, shared, each, count))
     amount = "ALL" if plan.dtype is Dtype.FP32 else "MOSTLY"
-    writer.add_file_type(gguf.LlamaFileType[f"{amount}_{plan.dtype.gguf_name.upper()}"])
+    kind = gguf.LlamaFileType[f"{amount}_{plan.dtype.gguf_name.upper()}"]
+    if any(tensor.is_mxfp4 for tensor in plan.tensors):
+        kind = gguf.LlamaFileType.MOSTLY_MXFP4_MOE
+    writer.add_file_type(kind)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     return writer
 
@@ -451,9 +522,10 @@ def _write_tensors(writer: Any, plan: GgufPlan, report: Progress | None) -> None
             name, tuple(values.shape), np.dtype(np.float32), values.nbytes, kinds[Dtype.FP32]
         )
     for tensor in plan.tensors:
+        kind = gguf.GGMLQuantizationType.MXFP4 if tensor.is_mxfp4 else kinds[tensor.dtype]
         # numpy has no bf16; the writer looks only at the format that is named.
         writer.add_tensor_info(
-            tensor.name, tensor.shape, np.dtype(np.float16), tensor.num_bytes, kinds[tensor.dtype]
+            tensor.name, tensor.shape, np.dtype(np.float16), tensor.num_bytes, kind
         )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -477,6 +549,8 @@ def _convert_values(weights: StoredWeights, planned: PlannedTensor) -> Tensor:
     parts = [weights.read(source) for source in planned.sources]
     if planned.take is not None:
         parts = [planned.take(part) for part in parts]
+    if planned.is_mxfp4:
+        return _repack_mxfp4(*parts)
     values = parts[0] if len(planned.shape) == parts[0].ndim else torch.stack(parts)
     converted = values.to(torch_dtype(planned.dtype)).contiguous()
     # A finite sum proves that all values are finite, and is much faster than testing each.

@@ -129,6 +129,8 @@ class GgufLayout:
     find_obstacle: Callable[[Any], str | None] = lambda _config: None
     """What in a transformers config llama.cpp would silently ignore."""
 
+    keeps_mxfp4: bool = False
+    """Experts published in MXFP4 go into the file as they are."""
     has_rotary: bool = True
     states_head_dim: bool = True
     rope_theta: float = 10_000.0

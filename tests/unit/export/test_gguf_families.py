@@ -295,6 +295,41 @@ def test_experts_as_transformers_holds_them_in_memory(
     assert export(source, tmp_path / "after.gguf").read_bytes() == before
 
 
+def test_experts_in_mxfp4_stay_as_they_are(make: Maker, tmp_path: Path) -> None:
+    """Beside transformers' own arithmetic of the codes, and gguf's of the file."""
+    from safetensors.torch import load_file, save_file
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    source = shutil.copytree(make("gpt_oss"), tmp_path / "gpt-oss")
+    state = load_file(source / "model.safetensors")
+    random, values = torch.Generator().manual_seed(5), {}
+    for name in [name for name in state if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, width, rows = state.pop(name).shape
+        size = (experts, rows, width // 32)
+        codes = torch.randint(0, 256, (*size, 16), dtype=torch.uint8, generator=random)
+        scales = torch.randint(121, 124, size, dtype=torch.uint8, generator=random)
+        state |= {f"{name}_blocks": codes, f"{name}_scales": scales}
+        values[name] = convert_moe_packed_tensors(codes, scales, dtype=torch.float32)
+    save_file(state, source / "model.safetensors", {"format": "pt"})
+    change_config(source, quantization_config={"quant_method": "mxfp4"})
+
+    made = plan_conversion(str(source)).run()
+
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(made.path).tensors}
+    for layer in range(2):
+        up_and_gate = values[f"model.layers.{layer}.mlp.experts.gate_up_proj"]
+        down = values[f"model.layers.{layer}.mlp.experts.down_proj"]
+        parts = {"gate": up_and_gate[..., ::2], "up": up_and_gate[..., 1::2], "down": down}
+        for part, expected in parts.items():
+            found = tensors[f"blk.{layer}.ffn_{part}_exps.weight"]
+            assert found.tensor_type.name == "MXFP4"
+            unpacked = gguf.quants.dequantize(found.data, found.tensor_type)
+            assert np.array_equal(unpacked, expected.transpose(1, 2).numpy()), part
+    with LlamaModel(Path(made.path), num_positions=32) as llama:
+        assert np.isfinite(llama.logits(list(range(4, 36)))).all()
+    assert made.next_command == f"tightfit chat {made.path}"
+
+
 def test_an_expert_that_is_lost_is_missed(make: Maker, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 

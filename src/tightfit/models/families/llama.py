@@ -360,6 +360,7 @@ _GPT_OSS_GGUF = GgufLayout(
     rearrangement=Rearrangement.ALTERNATING_EXPERTS,
     expert_inner_key="intermediate_size",
     find_obstacle=_find_gpt_oss_obstacle,
+    keeps_mxfp4=True,
     computes_windows=True,
     write_attention=_write_gpt_oss,
     read_settings=None,
