@@ -24,7 +24,8 @@ from tightfit.runtime.output_folder import check_room, whole_file
 if TYPE_CHECKING:
     from torch import Tensor
 
-_HEADER_BYTES = 65_536
+_HEADER_BYTES, _ENTRY_BYTES = 1024, 128
+"""Of the file's metadata, and of a tensor's entry with its padding."""
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 
 
@@ -78,7 +79,9 @@ class GgufAdapterPlan:
     @property
     def disk_bytes(self) -> int:
         values = sum(matrix.num_values for matrix in self.matrices)
-        return values * self.dtype.value_bytes + _HEADER_BYTES
+        return (
+            values * self.dtype.value_bytes + _HEADER_BYTES + 2 * len(self.matrices) * _ENTRY_BYTES
+        )
 
     @property
     def extra_bytes(self) -> int:

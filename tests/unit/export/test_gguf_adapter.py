@@ -171,6 +171,15 @@ def test_the_file_says_what_it_is(tmp_path: Path) -> None:
     assert {tensor.tensor_type.name for tensor in reader.tensors} == {"F16"}
 
 
+def test_the_file_is_no_model(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", "llama")
+    adapter = make_adapter(tmp_path / "adapter", base, **ADAPTERS["rslora"])
+    file = to_gguf_lora(adapter, tmp_path / "adapter.gguf")
+
+    with pytest.raises(InvalidInputError, match="is an adapter, not a model"):
+        plan_conversion(str(file), to="hf")
+
+
 def test_a_model_is_no_adapter(tmp_path: Path) -> None:
     base = make_base(tmp_path / "base", "llama")
 
