@@ -114,6 +114,7 @@ FAMILIES = (
     "glm4",
     "nemotron",
     "mpt",
+    "gpt_bigcode",
 )
 """What `make_family` makes; `falcon` has the grouped heads of the 40B, `falcon-7b` a single one."""
 
@@ -218,6 +219,7 @@ def _family_settings(family: str) -> tuple[str, dict[str, Any]]:
         "glm4": ("Glm4", _SIZES | {"head_dim": 24, "pad_token_id": 0}),
         "nemotron": ("Nemotron", _SIZES),
         "mpt": ("Mpt", mpt),
+        "gpt_bigcode": ("GPTBigCode", gpt2),
     }
     return known[family]
 

@@ -24,6 +24,7 @@ from tightfit.runtime.gguf.file import (
     changed_shape,
     find_parts,
     get_rope,
+    has_rope_factors,
     make_name_lookup,
     make_rope_tensors,
     write_rope,
@@ -48,7 +49,10 @@ TOKEN_BYTES = 2048
 """Of one token and its merges while they are read, checked and written. Measured."""
 LIBRARY_BYTES = 120 * MIB
 """llama.cpp once it is loaded for the check of the tokenizer. Measured."""
-_LEFT_OUT = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias")
+_LEFT_OUT = (
+    *(".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias"),
+    *(".attention.bias", ".attention.masked_bias"),
+)
 """Buffers that old checkpoints carry and every program computes by itself."""
 _WIDE = (
     *("_norm.weight", "position_embd.weight", ".bias"),
@@ -232,6 +236,8 @@ def _check_config(layout: GgufLayout, config: Any) -> None:
     obstacle = layout.find_obstacle(config)
     if activation not in layout.activations:
         obstacle = f"the activation {activation}"
+    if has_rope_factors(config) and not layout.reads_rope_factors:
+        obstacle = "a scaling for each rotary frequency (llama3 or longrope)"
     if obstacle is not None:
         raise InvalidInputError(
             f"This {config.model_type} model has {obstacle}, which llama.cpp cannot compute.",

@@ -135,6 +135,8 @@ class GgufLayout:
     states_head_dim: bool = True
     rope_theta: float = 10_000.0
     """llama.cpp's default."""
+    reads_rope_factors: bool = False
+    """llama.cpp takes a factor for each rotary frequency, as Llama 3 and LongRoPE need."""
     rope_spans_rotary_dim: bool = False
     """The tensors of frequency factors cover the rotary part of a head alone."""
     computes_windows: bool = False

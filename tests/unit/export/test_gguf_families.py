@@ -202,6 +202,14 @@ GEMMA3_LINEAR = {
         pytest.param("falcon-7b", {"multi_query": False}, id="falcon-all-heads"),
         pytest.param("gpt2", {"n_inner": 96}, id="gpt2-narrow"),
         pytest.param("gpt_oss", {"rope_parameters": YARN}, id="gpt-oss-yarn"),
+        pytest.param(
+            "olmo3",
+            {"rope_parameters": GEMMA3_LINEAR | {"full_attention": YARN}},
+            id="olmo3-yarn",
+        ),
+        pytest.param("granite", {"attention_bias": True, "mlp_bias": True}, id="granite-biases"),
+        pytest.param("phi", {"rope_parameters": PARTIAL}, id="phi-half-a-head"),
+        pytest.param("mpt", {"d_model": 96, "n_heads": 6, "attn_config": {}}, id="mpt-six-heads"),
         pytest.param("mixtral", {"num_local_experts": 8}, id="eight-experts"),
         pytest.param("gpt_neox", {"use_parallel_residual": False}, id="neox-in-sequence"),
         pytest.param("stablelm", {"use_parallel_residual": True}, id="stablelm-parallel"),
@@ -389,6 +397,23 @@ def test_a_tied_head_that_differs_is_a_head(make: Maker, tmp_path: Path) -> None
     assert agreement(source, export(source, tmp_path / "model.gguf", "f32")) >= AGREES
 
 
+def test_buffers_of_old_checkpoints_are_left_out(make: Maker, tmp_path: Path) -> None:
+    """As Pythia's files have them."""
+    from safetensors.torch import load_file, save_file
+
+    source = shutil.copytree(make("gpt_neox"), tmp_path / "gpt_neox")
+    state = load_file(source / "model.safetensors")
+    for layer in range(2):
+        start = f"gpt_neox.layers.{layer}.attention"
+        state[f"{start}.bias"] = torch.ones(1, 1, 4, 4, dtype=torch.uint8)
+        state[f"{start}.masked_bias"] = torch.tensor(-1e9)
+        state[f"{start}.rotary_emb.inv_freq"] = torch.ones(4)
+    save_file(state, source / "model.safetensors", {"format": "pt"})
+
+    before = export(make("gpt_neox"), tmp_path / "before.gguf").read_bytes()
+    assert export(source, tmp_path / "after.gguf").read_bytes() == before
+
+
 def test_gpt2_of_the_hub_has_names_without_a_prefix(make: Maker, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
@@ -438,6 +463,7 @@ def test_what_cannot_be_right_is_refused(
         ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "layers without experts"),
         ("qwen3", {"attention_bias": True}, "biases in its attention"),
+        ("qwen3_moe", {"rope_parameters": LLAMA3}, "each rotary frequency"),
         ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit"),
         ("gpt_oss", {"layer_types": ["full_attention"] * 2}, "last of every 2 layers"),
         ("smollm3", {"no_rope_layers": [1, 1, 1, 1]}, "layer 3 with rotary positions"),

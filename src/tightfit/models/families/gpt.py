@@ -110,6 +110,22 @@ def _read_gpt2_gguf(file: GgufMetadata, _rope: Settings) -> Settings:
     }
 
 
+def _find_bigcode_obstacle(config: Any) -> str | None:
+    if not config.multi_query:
+        return "a key and value for each head (multi_query: false)"
+    return None if config.scale_attn_weights else "unscaled attention"
+
+
+_BIGCODE_GGUF = GgufLayout(
+    activations=(_TANH, "gelu_new"),
+    inner_key="n_inner",
+    count_kv_heads=lambda _config: 1,
+    find_obstacle=_find_bigcode_obstacle,
+    has_rotary=False,
+    read_settings=None,
+)
+
+
 def _read_bigcode_flags(config: Mapping[str, Any], _tensors: Collection[str]) -> Settings:
     return {"multi_query": config.get("num_key_value_heads", 1) == 1}
 
@@ -162,6 +178,7 @@ GPT_FAMILIES = (
         default_attention_dropout=0.1,
         gguf_name="starcoder",
         gguf_flags=_read_bigcode_flags,
+        gguf=_BIGCODE_GGUF,
     ),
     Family(
         model_types=("gpt_neox",),

@@ -93,7 +93,9 @@ def _read_stablelm_flags(_config: Mapping[str, Any], tensors: Collection[str]) -
     }
 
 
-_LLAMA_GGUF = GgufLayout(rearrangement=Rearrangement.ROTARY, read_settings=_read_llama_gguf)
+_LLAMA_GGUF = GgufLayout(
+    rearrangement=Rearrangement.ROTARY, reads_rope_factors=True, read_settings=_read_llama_gguf
+)
 
 
 # llama.cpp's keys for Granite's multipliers; 0 means that there is none.
@@ -119,6 +121,7 @@ def _read_granite_gguf(file: GgufMetadata, rope: Settings) -> Settings:
 
 _GRANITE_GGUF = GgufLayout(
     rearrangement=Rearrangement.ROTARY,
+    reads_rope_factors=True,
     find_obstacle=find_non_square_heads,
     write_attention=write_granite,
     read_settings=_read_granite_gguf,
@@ -278,6 +281,7 @@ PHI_FAMILIES = (
         splits_rotary=True,
         gguf=GgufLayout(
             find_obstacle=find_non_square_heads,
+            reads_rope_factors=True,
             rope_spans_rotary_dim=True,
             write_attention=_write_phi3,
             read_settings=_read_phi3_gguf,
@@ -333,10 +337,14 @@ def read_gpt_oss(f: ConfigFields) -> ModelSpec:
 
 
 _MIXTRAL_GGUF = GgufLayout(
-    rearrangement=Rearrangement.ROTARY, expert_inner_key="intermediate_size", read_settings=None
+    rearrangement=Rearrangement.ROTARY,
+    reads_rope_factors=True,
+    expert_inner_key="intermediate_size",
+    read_settings=None,
 )
 _GRANITEMOE_GGUF = GgufLayout(
     rearrangement=Rearrangement.ROTARY,
+    reads_rope_factors=True,
     expert_inner_key="intermediate_size",
     write_attention=write_granite,
     read_settings=None,

@@ -299,6 +299,11 @@ def _kind(rope: dict[str, Any]) -> str:
     return "longrope" if kind == "su" else kind
 
 
+def has_rope_factors(config: Any) -> bool:
+    """Whether the file needs tensors for scaling that differs by frequency."""
+    return _kind(get_rope(config)) in ("llama3", "longrope")
+
+
 def write_rope(writer: Any, config: Any) -> list[str]:
     """Write base and scaling; returns warnings for the user."""
     import gguf
