@@ -115,6 +115,7 @@ FAMILIES = (
     "nemotron",
     "mpt",
     "gpt_bigcode",
+    "qwen3_next",
 )
 """What `make_family` makes; `falcon` has the grouped heads of the 40B, `falcon-7b` a single one."""
 
@@ -183,6 +184,10 @@ def _family_settings(family: str) -> tuple[str, dict[str, Any]]:
     gpt_oss |= {"sliding_window": 64, "rope_parameters": {"rope_type": "default"}}
     gpt_oss["rope_parameters"] |= {"rope_theta": 10_000.0}
     shared = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 48}
+    linear = {"num_hidden_layers": 4, "head_dim": 16, "norm_topk_prob": True}
+    linear["num_experts_per_tok"] = 5  # a near tie of two experts would stay in the state for good
+    linear |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    linear |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
     mpt: dict[str, Any] = {"d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 1024}
     mpt |= {"initializer_range": 0.12, "attn_config": {"clip_qkv": 3.0}}
     granite: dict[str, Any] = {"embedding_multiplier": 3.0, "logits_scaling": 2.0}
@@ -220,6 +225,7 @@ def _family_settings(family: str) -> tuple[str, dict[str, Any]]:
         "nemotron": ("Nemotron", _SIZES),
         "mpt": ("Mpt", mpt),
         "gpt_bigcode": ("GPTBigCode", gpt2),
+        "qwen3_next": ("Qwen3Next", sparse | shared | linear),
     }
     return known[family]
 

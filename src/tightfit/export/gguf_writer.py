@@ -56,7 +56,7 @@ _LEFT_OUT = (
 """Buffers that old checkpoints carry and every program computes by itself."""
 _WIDE = (
     *("_norm.weight", "position_embd.weight", ".bias"),
-    *("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight"),
+    *("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "ssm_conv1d.weight"),
 )
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 
@@ -473,13 +473,16 @@ def _settle_head(
 
 
 def _check_layers(planned: dict[str, PlannedTensor], config: Any) -> None:
-    """Every layer has what the others have, and there are as many as config.json says."""
+    """Every layer has what the others of its kind have; there are as many as config.json says."""
     per_layer: dict[int, set[str]] = defaultdict(set)
     for name in planned:
         if found := re.match(r"blk\.(\d+)\.(.+)", name):
             per_layer[int(found[1])].add(found[2])
-    everything = set().union(*per_layer.values())
+    kinds = getattr(config, "layer_types", None) or ()
+    linear = {at for at, kind in enumerate(kinds) if kind == "linear_attention"}
     for layer in range(int(config.num_hidden_layers)):
+        alike = (at for at in per_layer if (at in linear) == (layer in linear))
+        everything = set().union(*(per_layer[at] for at in alike))
         lost = sorted(everything - per_layer.get(layer, set()))
         if lost or not everything:
             raise InvalidInputError(

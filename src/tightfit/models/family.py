@@ -47,6 +47,9 @@ class Rearrangement(Enum):
     """Queries, key and value per group of heads become all queries, all keys, all values."""
     ALTERNATING_EXPERTS = "alternating experts"
     """gpt-oss stores experts transposed, and gate and up in every other column of one tensor."""
+    DELTA_NET = "delta net"
+    """Qwen3-Next's linear attention: what it computes of its parameters is stored computed. Norms
+    are as Gemma's."""
 
 
 def read_usual_settings(file: GgufMetadata, rope: Settings) -> Settings:

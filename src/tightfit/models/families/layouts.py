@@ -128,3 +128,36 @@ QWEN2_MOE_GGUF = GgufLayout(
     write_attention=_write_qwen2_moe,
     read_settings=None,
 )
+
+
+_QWEN3_NEXT_PERIOD = 4
+
+
+def _find_qwen3_next_obstacle(config: Any) -> str | None:
+    if not config.norm_topk_prob:
+        return "experts whose weights do not add up to one (norm_topk_prob: false)"
+    if config.mlp_only_layers or config.decoder_sparse_step != 1:
+        return "layers without experts (mlp_only_layers, decoder_sparse_step)"
+    if config.linear_key_head_dim != config.linear_value_head_dim:
+        return "keys and values of different sizes in its linear attention"
+    return _find_attention_bias(config)
+
+
+def _write_qwen3_next(writer: Any, config: Any) -> None:
+    require_full_attention_period(config, _QWEN3_NEXT_PERIOD)
+    _write_qwen2_moe(writer, config)
+    writer.add_full_attention_interval(_QWEN3_NEXT_PERIOD)
+    writer.add_ssm_conv_kernel(int(config.linear_conv_kernel_dim))
+    writer.add_ssm_state_size(int(config.linear_key_head_dim))
+    writer.add_ssm_group_count(int(config.linear_num_key_heads))
+    writer.add_ssm_time_step_rank(int(config.linear_num_value_heads))
+    writer.add_ssm_inner_size(int(config.linear_value_head_dim * config.linear_num_value_heads))
+
+
+QWEN3_NEXT_GGUF = GgufLayout(
+    rearrangement=Rearrangement.DELTA_NET,
+    expert_inner_key="moe_intermediate_size",
+    find_obstacle=_find_qwen3_next_obstacle,
+    write_attention=_write_qwen3_next,
+    read_settings=None,
+)

@@ -74,7 +74,12 @@ _GENERIC_FAMILIES = (
     Family(model_types=("olmo3",), has_liger=True, gguf_name="olmo2", gguf=layouts.OLMO3_GGUF),
     Family(model_types=("starcoder2",), gguf=layouts.STARCODER2_GGUF),
     Family(model_types=("qwen2_moe",), gguf_name="qwen2moe", gguf=layouts.QWEN2_MOE_GGUF),
-    Family(model_types=("qwen3_next",), has_liger=True),
+    Family(
+        model_types=("qwen3_next",),
+        has_liger=True,
+        gguf_name="qwen3next",
+        gguf=layouts.QWEN3_NEXT_GGUF,
+    ),
     Family(model_types=("llama4_text",), has_flash=False, has_liger=True),
     Family(
         model_types=("cohere",),

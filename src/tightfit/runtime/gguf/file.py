@@ -165,7 +165,7 @@ def find_layout_change(layout: GgufLayout, name: str, config: Any) -> LayoutChan
     if kind is Rearrangement.ROTARY and name.endswith((".k_proj.weight", ".k_proj.bias")):
         return _rotary(int(config.num_key_value_heads))
     if kind is Rearrangement.NORM_PLUS_ONE and name.endswith("norm.weight"):
-        return LayoutChange(lambda x: x.float() + 1, lambda x: x.float() - 1)
+        return LayoutChange(_add_one, lambda x: x.float() - 1)
     if kind is Rearrangement.TRANSPOSED and name.endswith(_CONV_ENDINGS):
 
         def transpose(x: Tensor) -> Tensor:
@@ -220,8 +220,54 @@ def find_parts(layout: GgufLayout, name: str, config: Any) -> tuple[TensorPart, 
         return (TensorPart(name=f"{name}.weight", take=take),)
     if name.endswith(".experts.down_proj_bias"):
         return (TensorPart(name=f"{name.removesuffix('_bias')}.bias"),)
+    if layout.rearrangement is Rearrangement.DELTA_NET:
+        return _find_delta_net_parts(name, config)
     change = find_layout_change(layout, name, config)
     return (TensorPart(name=name, take=None if change is None else change.apply),)
+
+
+def _find_delta_net_parts(name: str, config: Any) -> tuple[TensorPart, ...]:
+    """Source: `modify_tensors` of Qwen3NextModel in ggml-org/llama.cpp, `conversion/qwen.py`."""
+    if name.startswith("mtp."):
+        return ()  # a head that predicts several tokens, which transformers leaves out too
+    if name.endswith(".in_proj_qkvz.weight"):
+        start = name.removesuffix("qkvz.weight")
+        return (
+            TensorPart(name=f"{start}qkv.weight", take=lambda x: _ungroup_delta(x, config)[0]),
+            TensorPart(name=f"{start}z.weight", take=lambda x: _ungroup_delta(x, config)[1]),
+        )
+    take: Callable[[Tensor], Tensor] | None = None
+    if name.endswith(".A_log"):
+        take = _decay
+    elif name.endswith(".conv1d.weight"):
+        take = _drop_channel
+    elif name.endswith("norm.weight") and not name.endswith(".linear_attn.norm.weight"):
+        take = _add_one
+    return (TensorPart(name=name.replace(".dt_bias", ".dt_proj.bias"), take=take),)
+
+
+def _decay(values: Tensor) -> Tensor:
+    return -values.float().exp()
+
+
+def _drop_channel(values: Tensor) -> Tensor:
+    return values.squeeze(1)
+
+
+def _add_one(values: Tensor) -> Tensor:
+    return values.float() + 1
+
+
+def _ungroup_delta(values: Tensor, config: Any) -> tuple[Tensor, Tensor]:
+    """From query, key, values, gates per key head to all queries, keys and values; all gates."""
+    import torch
+
+    heads, width = int(config.linear_num_key_heads), int(config.linear_key_head_dim)
+    wide = int(config.linear_num_value_heads) // heads * int(config.linear_value_head_dim)
+    groups = values.reshape(heads, 2 * width + 2 * wide, *values.shape[1:])
+    parts = torch.split(groups, [width, width, wide, wide], dim=1)
+    *rest, gates = (part.reshape(-1, *values.shape[1:]) for part in parts)
+    return torch.cat(rest), gates
 
 
 def _half(at: int) -> Callable[[Tensor], Tensor]:
