@@ -116,6 +116,7 @@ FAMILIES = (
     "mpt",
     "gpt_bigcode",
     "qwen3_next",
+    "qwen3_5",
 )
 """What `make_family` makes; `falcon` has the grouped heads of the 40B, `falcon-7b` a single one."""
 
@@ -226,6 +227,7 @@ def _family_settings(family: str) -> tuple[str, dict[str, Any]]:
         "mpt": ("Mpt", mpt),
         "gpt_bigcode": ("GPTBigCode", gpt2),
         "qwen3_next": ("Qwen3Next", sparse | shared | linear),
+        "qwen3_5": ("Qwen3_5Text", _SIZES | linear),
     }
     return known[family]
 

@@ -39,6 +39,8 @@ class AdaptedMatrix:
     """peft's layer."""
     change: Callable[[Tensor], Tensor] | None
     """Of the rows of B, which are those of the base's matrix."""
+    change_columns: Callable[[Tensor], Tensor] | None
+    """Of the columns of A, likewise."""
 
     @property
     def num_values(self) -> int:
@@ -61,8 +63,10 @@ class AdaptedMatrix:
             second = second.reshape(len(second), -1, num_experts).permute(2, 0, 1)
             if not self.layer._did_swap_in_out_features:  # the base's experts lie transposed
                 second = second.transpose(1, 2)
+        first = first if self.change_columns is None else self.change_columns(first)
+        second = second if self.change is None else self.change(second)
         yield f"{self.name}.lora_a", first
-        yield f"{self.name}.lora_b", second if self.change is None else self.change(second)
+        yield f"{self.name}.lora_b", second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,8 +144,15 @@ def plan_gguf_adapter(adapter: Path, base: Path, *, dtype: Dtype, name: str) -> 
                 raise _cannot(f"changes {parameter}, which llama.cpp does not have")
             if found == _EMBEDDING or (found == _HEAD and not has_own_head(layout, config)):
                 raise _cannot(f"changes {parameter}, which is embedding and head in one")
-            change = _find_row_change(layout, part.take)
-            matrices.append(AdaptedMatrix(name=found, layer=layer, change=change))
+            change = _find_change(layout, part.take)
+            matrices.append(
+                AdaptedMatrix(
+                    name=found,
+                    layer=layer,
+                    change=None if part.changes_columns else change,
+                    change_columns=change if part.changes_columns else None,
+                )
+            )
     first = matrices[0].layer
     return GgufAdapterPlan(
         family=family,
@@ -153,7 +164,7 @@ def plan_gguf_adapter(adapter: Path, base: Path, *, dtype: Dtype, name: str) -> 
     )
 
 
-def _find_row_change(
+def _find_change(
     layout: GgufLayout, take: Callable[[Tensor], Tensor] | None
 ) -> Callable[[Tensor], Tensor] | None:
     """GPT-2's matrices are transposed on the way, and its adapter's are as all others."""

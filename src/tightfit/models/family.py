@@ -50,6 +50,9 @@ class Rearrangement(Enum):
     DELTA_NET = "delta net"
     """Qwen3-Next's linear attention: what it computes of its parameters is stored computed. Norms
     are as Gemma's."""
+    TILED_DELTA_NET = "tiled delta net"
+    """The same of Qwen 3.5, whose value heads change places: the first of each key head, then the
+    second of each, and so on."""
 
 
 def read_usual_settings(file: GgufMetadata, rope: Settings) -> Settings:

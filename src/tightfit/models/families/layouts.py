@@ -130,7 +130,13 @@ QWEN2_MOE_GGUF = GgufLayout(
 )
 
 
-_QWEN3_NEXT_PERIOD = 4
+_DELTA_NET_PERIOD = 4
+
+
+def _find_delta_net_obstacle(config: Any) -> str | None:
+    if config.linear_key_head_dim != config.linear_value_head_dim:
+        return "keys and values of different sizes in its linear attention"
+    return _find_attention_bias(config)
 
 
 def _find_qwen3_next_obstacle(config: Any) -> str | None:
@@ -138,15 +144,12 @@ def _find_qwen3_next_obstacle(config: Any) -> str | None:
         return "experts whose weights do not add up to one (norm_topk_prob: false)"
     if config.mlp_only_layers or config.decoder_sparse_step != 1:
         return "layers without experts (mlp_only_layers, decoder_sparse_step)"
-    if config.linear_key_head_dim != config.linear_value_head_dim:
-        return "keys and values of different sizes in its linear attention"
-    return _find_attention_bias(config)
+    return _find_delta_net_obstacle(config)
 
 
-def _write_qwen3_next(writer: Any, config: Any) -> None:
-    require_full_attention_period(config, _QWEN3_NEXT_PERIOD)
-    _write_qwen2_moe(writer, config)
-    writer.add_full_attention_interval(_QWEN3_NEXT_PERIOD)
+def _write_delta_net(writer: Any, config: Any) -> None:
+    require_full_attention_period(config, _DELTA_NET_PERIOD)
+    writer.add_full_attention_interval(_DELTA_NET_PERIOD)
     writer.add_ssm_conv_kernel(int(config.linear_conv_kernel_dim))
     writer.add_ssm_state_size(int(config.linear_key_head_dim))
     writer.add_ssm_group_count(int(config.linear_num_key_heads))
@@ -154,10 +157,28 @@ def _write_qwen3_next(writer: Any, config: Any) -> None:
     writer.add_ssm_inner_size(int(config.linear_value_head_dim * config.linear_num_value_heads))
 
 
+def _write_qwen3_next(writer: Any, config: Any) -> None:
+    _write_delta_net(writer, config)
+    _write_qwen2_moe(writer, config)
+
+
+def _write_qwen3_5(writer: Any, config: Any) -> None:
+    """Sections of pairs for time, height and width, in turn: text has one position for all."""
+    _write_delta_net(writer, config)
+    pairs = int(config.head_dim * config.rope_parameters["partial_rotary_factor"]) // 2
+    writer.add_rope_dimension_sections([len(range(at, pairs, 3)) for at in range(3)] + [0])
+
+
 QWEN3_NEXT_GGUF = GgufLayout(
     rearrangement=Rearrangement.DELTA_NET,
     expert_inner_key="moe_intermediate_size",
     find_obstacle=_find_qwen3_next_obstacle,
     write_attention=_write_qwen3_next,
+    read_settings=None,
+)
+QWEN3_5_GGUF = GgufLayout(
+    rearrangement=Rearrangement.TILED_DELTA_NET,
+    find_obstacle=_find_delta_net_obstacle,
+    write_attention=_write_qwen3_5,
     read_settings=None,
 )

@@ -80,6 +80,12 @@ _GENERIC_FAMILIES = (
         gguf_name="qwen3next",
         gguf=layouts.QWEN3_NEXT_GGUF,
     ),
+    Family(
+        model_types=("qwen3_5_text",),
+        has_liger=True,
+        gguf_name="qwen35",
+        gguf=layouts.QWEN3_5_GGUF,
+    ),
     Family(model_types=("llama4_text",), has_flash=False, has_liger=True),
     Family(
         model_types=("cohere",),

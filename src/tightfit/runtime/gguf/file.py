@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -190,9 +190,14 @@ class TensorPart:
     """Its place in a stack, where the file has one tensor for all experts or heads."""
     take: Callable[[Tensor], Tensor] | None = None
     """The change on the way."""
+    changes_columns: bool = False
+    """It moves inputs, not outputs, which an adapter has in its other matrix."""
 
 
 _STACKED = re.compile(r"(.+\.(?:experts|q_layernorm|k_layernorm))\.(?:norms\.)?(\d+)\.(.+)")
+_DELTA_NET_PART = re.compile(
+    r"\.linear_attn\.(in_proj_qkv|in_proj_z|in_proj_a|in_proj_b|A_log|dt_proj|conv1d|out_proj)\b"
+)
 _GATE_AND_UP = re.compile(r"(.+\.)(?:experts\.gate_up_proj|input_linear)(\.weight|_bias)?")
 
 
@@ -220,8 +225,10 @@ def find_parts(layout: GgufLayout, name: str, config: Any) -> tuple[TensorPart, 
         return (TensorPart(name=f"{name}.weight", take=take),)
     if name.endswith(".experts.down_proj_bias"):
         return (TensorPart(name=f"{name.removesuffix('_bias')}.bias"),)
-    if layout.rearrangement is Rearrangement.DELTA_NET:
-        return _find_delta_net_parts(name, config)
+    if layout.rearrangement in (Rearrangement.DELTA_NET, Rearrangement.TILED_DELTA_NET):
+        parts = _find_delta_net_parts(name, config)
+        is_tiled = layout.rearrangement is Rearrangement.TILED_DELTA_NET
+        return tuple(_tile(part, config) for part in parts) if is_tiled else parts
     change = find_layout_change(layout, name, config)
     return (TensorPart(name=name, take=None if change is None else change.apply),)
 
@@ -244,6 +251,29 @@ def _find_delta_net_parts(name: str, config: Any) -> tuple[TensorPart, ...]:
     elif name.endswith("norm.weight") and not name.endswith(".linear_attn.norm.weight"):
         take = _add_one
     return (TensorPart(name=name.replace(".dt_bias", ".dt_proj.bias"), take=take),)
+
+
+def _tile(part: TensorPart, config: Any) -> TensorPart:
+    """Source: `_LinearAttentionVReorderBase` in ggml-org/llama.cpp, `conversion/qwen.py`."""
+    heads, all_heads = int(config.linear_num_key_heads), int(config.linear_num_value_heads)
+    width, before = int(config.linear_value_head_dim), 2 * heads * int(config.linear_key_head_dim)
+    found = _DELTA_NET_PART.search(part.name)
+    if found is None:
+        return part
+    kind = found[1]
+    unit = width if kind in ("in_proj_qkv", "in_proj_z", "conv1d", "out_proj") else 1
+    start = before if kind in ("in_proj_qkv", "conv1d") else 0
+
+    def tile(values: Tensor) -> Tensor:
+        import torch
+
+        values = values if part.take is None else part.take(values)
+        rows = values.t() if kind == "out_proj" else values
+        grouped = rows[start:].reshape(heads, all_heads // heads, unit, *rows.shape[1:])
+        moved = torch.cat((rows[:start], grouped.transpose(0, 1).reshape(rows[start:].shape)))
+        return moved.t() if kind == "out_proj" else moved
+
+    return replace(part, take=tile, changes_columns=kind == "out_proj")
 
 
 def _decay(values: Tensor) -> Tensor:
