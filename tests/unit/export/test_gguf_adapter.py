@@ -74,7 +74,7 @@ def assert_same(base: Path, adapter: Path, home: Path) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family(tmp_path: Path, family: str) -> None:
     base = make_family(tmp_path / "base", family)
-    settings = {"target_modules": "all-linear", "r": 4, "lora_alpha": 8}
+    settings: dict[str, Any] = {"target_modules": "all-linear", "r": 4, "lora_alpha": 8}
     adapter = make_adapter(tmp_path / "adapter", base, **settings)
 
     assert_same(base, adapter, tmp_path)
