@@ -96,6 +96,27 @@ FAMILIES = (
     "falcon",
     "falcon-7b",
     "bloom",
+    "qwen3_moe",
+    "gpt_oss",
+    "mixtral",
+    "granite",
+    "granitemoe",
+    "smollm3",
+    "gpt_neox",
+    "phi",
+    "stablelm",
+    "qwen2_moe",
+    "olmo2",
+    "olmo3",
+    "starcoder2",
+    "cohere",
+    "cohere2",
+    "glm4",
+    "nemotron",
+    "mpt",
+    "gpt_bigcode",
+    "qwen3_next",
+    "qwen3_5",
 )
 """What `make_family` makes; `falcon` has the grouped heads of the 40B, `falcon-7b` a single one."""
 
@@ -159,6 +180,19 @@ def _family_settings(family: str) -> tuple[str, dict[str, Any]]:
     single = {"new_decoder_architecture": False, "multi_query": True, "bias": False}
     gpt2: dict[str, Any] = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 1024}
     gpt2 |= {"initializer_range": 0.12}
+    sparse = _SIZES | {"num_experts": 6, "num_experts_per_tok": 2}
+    gpt_oss: dict[str, Any] = {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
+    gpt_oss |= {"sliding_window": 64, "rope_parameters": {"rope_type": "default"}}
+    gpt_oss["rope_parameters"] |= {"rope_theta": 10_000.0}
+    shared = {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 48}
+    linear = {"num_hidden_layers": 4, "head_dim": 16, "norm_topk_prob": True}
+    linear["num_experts_per_tok"] = 5  # a near tie of two experts would stay in the state for good
+    linear |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    linear |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+    mpt: dict[str, Any] = {"d_model": 64, "n_layers": 2, "n_heads": 4, "max_seq_len": 1024}
+    mpt |= {"initializer_range": 0.12, "attn_config": {"clip_qkv": 3.0}}
+    granite: dict[str, Any] = {"embedding_multiplier": 3.0, "logits_scaling": 2.0}
+    granite |= {"residual_multiplier": 0.5, "attention_multiplier": 0.2}
     known: dict[str, tuple[str, dict[str, Any]]] = {
         "llama": ("Llama", _SIZES),
         "llama3": ("Llama", _SIZES | {"rope_parameters": llama3, "tie_word_embeddings": True}),
@@ -173,8 +207,39 @@ def _family_settings(family: str) -> tuple[str, dict[str, Any]]:
         "falcon": ("Falcon", plain | grouped),
         "falcon-7b": ("Falcon", plain | single),
         "bloom": ("Bloom", plain | {"n_layer": 2, "n_head": 4}),
+        "qwen3_moe": ("Qwen3Moe", sparse | {"moe_intermediate_size": 32, "norm_topk_prob": True}),
+        "gpt_oss": ("GptOss", _SIZES | gpt_oss),
+        "mixtral": ("Mixtral", _SIZES | {"num_local_experts": 4}),
+        "granite": ("Granite", _SIZES | granite),
+        "granitemoe": ("GraniteMoe", _SIZES | granite | {"num_local_experts": 4}),
+        "smollm3": ("SmolLM3", _SIZES | {"num_hidden_layers": 4, "pad_token_id": None}),
+        "gpt_neox": ("GPTNeoX", _SIZES),
+        "phi": ("Phi", _SIZES),
+        "stablelm": ("StableLm", _SIZES | {"use_qkv_bias": True}),
+        "qwen2_moe": ("Qwen2Moe", sparse | shared),
+        "olmo2": ("Olmo2", _SIZES),
+        "olmo3": ("Olmo3", _SIZES | {"num_hidden_layers": 4, "sliding_window": 64}),
+        "starcoder2": ("Starcoder2", _SIZES | {"initializer_range": 0.4}),
+        "cohere": ("Cohere", _SIZES | {"logit_scale": 0.5}),
+        "cohere2": ("Cohere2", _SIZES | {"num_hidden_layers": 4, "sliding_window": 64}),
+        "glm4": ("Glm4", _SIZES | {"head_dim": 24, "pad_token_id": 0}),
+        "nemotron": ("Nemotron", _SIZES),
+        "mpt": ("Mpt", mpt),
+        "gpt_bigcode": ("GPTBigCode", gpt2),
+        "qwen3_next": ("Qwen3Next", sparse | shared | linear),
+        "qwen3_5": ("Qwen3_5Text", _SIZES | linear),
     }
     return known[family]
+
+
+def name_model_type(family: str) -> str:
+    """The `model_type` of what `make_family` makes."""
+    import transformers
+
+    library: Any = transformers
+    name = _family_settings(family)[0]
+    model_type: str = getattr(library, f"{name}Config").model_type
+    return model_type
 
 
 def make_family_tokenizer(folder: Path, family: str) -> int:

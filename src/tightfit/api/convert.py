@@ -22,6 +22,7 @@ Examples:
   tightfit convert ./my-model --to gguf
   tightfit convert ./Llama-2-7b --to hf
   tightfit convert model.Q4_K_M.gguf --to hf --dtype bf16 --out my-model
+  tightfit convert runs/sql --to gguf-lora
 """
 
 
@@ -30,8 +31,11 @@ class ConvertOptions:
     """Turn a model into another format, tensor by tensor.
 
     Meta's original Llama files (params.json, consolidated.*.pth, tokenizer.model) and GGUF files
-    become a Hugging Face folder; a Hugging Face folder becomes a GGUF file. Families: llama,
-    mistral, qwen2, qwen3, gemma 1 to 3 (text), phi3, gpt2, falcon, bloom. Others are refused.
+    become a Hugging Face folder; a Hugging Face folder becomes a GGUF file. A family that is not
+    known, or a setting that llama.cpp would ignore, is refused by name, with the families that are.
+
+    An adapter becomes a GGUF file of its own with --to gguf-lora, for llama.cpp to load beside its
+    base's GGUF file.
 
     A GGUF's tokenizer is checked: llama.cpp must cut text as the model's own tokenizer does.
     """
@@ -40,17 +44,19 @@ class ConvertOptions:
         str,
         model_argument(
             "SOURCE",
-            "A model folder, a finished full-tuning run, Meta's folder or a GGUF file.",
+            "A model folder, a finished run, an adapter, Meta's folder or a GGUF file.",
             example="./my-model",
         ),
     ] = field(kw_only=False)
     to: str | None = word_option(CONVERT_FORMATS, "The new format. [default: the other one]")
     dtype: str | None = word_option(
-        CONVERT_DTYPES, "How matrices are stored. [default: f16 in a GGUF, else as they are]"
+        CONVERT_DTYPES,
+        "How matrices are stored. [default: f16 in a GGUF, f32 in a gguf-lora, else as they are]",
     )
     out: str | None = text_option(
         "PATH",
-        "Where the result goes. [default: beside the source, NAME-f16.gguf or NAME-hf]",
+        "Where the result goes. [default: beside the source, NAME-f16.gguf, NAME-hf or "
+        "NAME-lora-f32.gguf]",
         example="my-model.gguf",
     )
     force: bool = switch_option("Replace a result that is there already.")
@@ -61,7 +67,7 @@ class ConvertOptions:
 
 @accepts_keywords(ConvertOptions)
 def convert(options: ConvertOptions) -> ConvertResult:
-    """Write the model as a GGUF file or a Hugging Face folder."""
+    """Write the model as a GGUF file or a Hugging Face folder, or an adapter as a GGUF file."""
     require_packages("Converting", "torch", "transformers")
     require_packages("Converting", "gguf", extra="gguf")
     from tightfit.export.convert import plan_conversion

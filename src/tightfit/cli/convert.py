@@ -19,7 +19,7 @@ from tightfit.export.convert import KIND_NAMES, ConvertForecast, ConvertResult, 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-_FORMATS = {"gguf": "GGUF file", "hf": "Hugging Face folder"}
+_FORMATS = {"gguf": "GGUF file", "hf": "Hugging Face folder", "gguf-lora": "GGUF adapter"}
 
 
 def convert(options: ConvertOptions, output: Output) -> None:

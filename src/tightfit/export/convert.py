@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
 
@@ -15,12 +15,13 @@ from tightfit.core.dtypes import Dtype, find_plain_dtype
 from tightfit.core.errors import InvalidInputError, NotFoundError, UsageError
 from tightfit.core.frozen import Frozen
 from tightfit.core.progress import Progress
-from tightfit.export.gguf_writer import GgufPlan, plan_gguf
+from tightfit.export.gguf_adapter import GgufAdapterPlan, plan_gguf_adapter
+from tightfit.export.gguf_writer import MXFP4, GgufPlan, plan_gguf, read_quant_method
 from tightfit.export.meta_checkpoint import plan_meta
 from tightfit.hardware.machine import read_peak_memory_bytes, reset_peak_memory
 from tightfit.runtime.gguf.unpack import plan_unpack
 from tightfit.runtime.libraries import torch_dtype
-from tightfit.runtime.model_files import ArtefactKind, find_artefact
+from tightfit.runtime.model_files import ArtefactKind, find_artefact, read_json
 from tightfit.runtime.output_folder import (
     check_file_target,
     check_resources,
@@ -36,12 +37,14 @@ class SourceKind(str, Enum):
     META = "meta"
     HF = "hf"
     GGUF = "gguf"
+    ADAPTER = "adapter"
 
 
 KIND_NAMES = {
     SourceKind.META: "Meta's original checkpoint",
     SourceKind.HF: "a Hugging Face folder",
     SourceKind.GGUF: "a GGUF file",
+    SourceKind.ADAPTER: "an adapter",
 }
 
 
@@ -59,6 +62,10 @@ class ConvertSource:
     """The result's file is named after it."""
     title: str
     """What the model is called."""
+    base: Path | None = None
+    """Of an adapter: the folder of the model it was trained on."""
+    has_engine: bool = True
+    """Whether an engine here loads it, to compare the result with."""
 
 
 class ConvertForecast(Frozen):
@@ -75,7 +82,7 @@ class ConvertResult(Frozen):
     source_kind: SourceKind
     path: str
     format: str
-    """`gguf` or `hf`."""
+    """`gguf`, `hf` or `gguf-lora`."""
     dtype: str
     forecast: ConvertForecast
     size_bytes: PositiveInt
@@ -95,7 +102,7 @@ class Conversion:
     format: str
     dtype: str
     forecast: ConvertForecast
-    plan: GgufPlan | FolderPlan
+    plan: GgufPlan | GgufAdapterPlan | FolderPlan
     started: float
 
     def run(self, report: Progress | None = None) -> ConvertResult:
@@ -103,9 +110,11 @@ class Conversion:
         forecast = self.forecast
         check_resources("conversion", self.target, forecast.disk_bytes, forecast.host_bytes)
         notes = self.plan.write(self.target, report)
-        # Meta's own format has no engine here to compare with.
-        is_meta = self.source.kind is SourceKind.META
-        words = ["chat"] if is_meta else ["verify", self.source.name]
+        words = ["verify", self.source.name, str(self.target)]
+        if not self.source.has_engine:
+            words = ["chat", str(self.target)]
+        elif self.source.base is not None:
+            words = ["convert", str(self.source.base), "--to", "gguf"]
         return ConvertResult(
             source=self.source.name,
             source_kind=self.source.kind,
@@ -117,7 +126,7 @@ class Conversion:
             seconds=time.monotonic() - self.started,
             peak_host_bytes=read_peak_memory_bytes(),
             notes=notes,
-            next_command=shlex.join(["tightfit", *words, str(self.target)]),
+            next_command=shlex.join(["tightfit", *words]),
         )
 
 
@@ -134,9 +143,11 @@ def plan_conversion(
     started = time.monotonic()
     source = find_convert_source(name)
     to = _choose_format(source, to)
-    if to == "gguf":
-        dtype = dtype or "f16"
-        target = target or source.home / f"{source.stem}-{dtype}.gguf"
+    if to != "hf":
+        is_adapter = source.base is not None
+        dtype = dtype or ("f32" if is_adapter else "f16")
+        ending = f"lora-{dtype}" if is_adapter else dtype
+        target = target or source.home / f"{source.stem}-{ending}.gguf"
         if target.suffix.lower() != ".gguf":  # programs recognise GGUF files by their ending
             raise UsageError(
                 f"{target} does not end in .gguf.", remedy=f"--out {shlex.quote(f'{target}.gguf')}"
@@ -146,8 +157,12 @@ def plan_conversion(
         target = target or source.home / f"{source.stem}-hf"
         check_target(target, force=force, sources=(source.path,))
     stored = None if dtype is None else find_plain_dtype(dtype)
-    plan: GgufPlan | FolderPlan
-    if source.kind is SourceKind.HF:
+    plan: GgufPlan | GgufAdapterPlan | FolderPlan
+    if source.base is not None:
+        plan = plan_gguf_adapter(
+            source.path, source.base, dtype=stored or Dtype.FP32, name=source.title
+        )
+    elif source.kind is SourceKind.HF:
         plan = plan_gguf(source.path, dtype=stored or Dtype.FP16, name=source.title)
     else:
         make_plan = plan_meta if source.kind is SourceKind.META else plan_unpack
@@ -188,30 +203,31 @@ def find_convert_source(name: str) -> ConvertSource:
         return ConvertSource(name=name, kind=kind, path=path, home=home, stem=stem, title=title)
 
     if (path / "params.json").is_file() and not (path / "config.json").is_file():
-        return found(SourceKind.META, path, here.parent, here.name, here.name)
+        source = found(SourceKind.META, path, here.parent, here.name, here.name)
+        return replace(source, has_engine=False)
     gguf = _find_gguf(path)
     if gguf is not None:
         return found(SourceKind.GGUF, gguf, gguf.absolute().parent, gguf.stem, gguf.stem)
+    if read_quant_method(read_json(path / "config.json")) == MXFP4:
+        source = found(SourceKind.HF, path, here.parent, here.name, here.name)
+        return replace(source, has_engine=False)
     artefact = find_artefact(name)
-    if artefact.kind is ArtefactKind.ADAPTER:
-        raise InvalidInputError(
-            f"{artefact.name} is an adapter, and only whole models can be converted.",
-            remedy=f"merge first: tightfit merge {artefact.name}",
-        )
-    if artefact.kind is not ArtefactKind.MODEL:
+    is_adapter = artefact.kind is ArtefactKind.ADAPTER
+    if not is_adapter and artefact.kind is not ArtefactKind.MODEL:
         raise InvalidInputError(
             f"{artefact.name} is quantized ({artefact.kind.value}), and its original values are "
             "lost.",
             remedy="convert the model that it was made from",
         )
+    home, stem, title = here.parent, here.name, here.name
     if artefact.run is not None:
         home = artefact.run.path.absolute()
-        return found(SourceKind.HF, artefact.path, home, artefact.path.name, home.name)
-    if path.exists():
-        return found(SourceKind.HF, artefact.path, here.parent, here.name, here.name)
-    # A model of the hub's cache, whose folder is named by a commit hash.
-    stem = name.rsplit("/", 1)[-1]
-    return found(SourceKind.HF, artefact.path, Path.cwd(), stem, stem)
+        stem, title = artefact.path.name, home.name
+    elif not path.exists():  # a model of the hub's cache, whose folder is named by a commit hash
+        home, stem = Path.cwd(), name.rsplit("/", 1)[-1]
+        title = stem
+    kind = SourceKind.ADAPTER if is_adapter else SourceKind.HF
+    return replace(found(kind, artefact.path, home, stem, title), base=artefact.base)
 
 
 def _find_gguf(path: Path) -> Path | None:
@@ -219,7 +235,8 @@ def _find_gguf(path: Path) -> Path | None:
         if not path.is_file():
             raise NotFoundError(f"There is no file {path}.", remedy="check the path")
         return path
-    if not path.is_dir() or (path / "config.json").is_file() or (path / "plan.json").is_file():
+    others = ("config.json", "plan.json", "adapter_config.json")
+    if not path.is_dir() or any((path / name).is_file() for name in others):
         return None
     found = sorted(path.glob("*.gguf"))
     if len(found) > 1:
@@ -230,7 +247,20 @@ def _find_gguf(path: Path) -> Path | None:
 
 
 def _choose_format(source: ConvertSource, wanted: str | None) -> str:
-    """`gguf` or `hf`; by default the one that the source is not."""
+    """`gguf` or `hf`; by default the one that the source is not. Of adapters `gguf-lora`."""
+    is_adapter = source.kind is SourceKind.ADAPTER
+    if is_adapter and wanted != "gguf-lora":
+        raise InvalidInputError(
+            f"{source.name} is an adapter, and only whole models can be converted.",
+            remedy=f"merge first: tightfit merge {source.name}; or for llama.cpp to load beside "
+            "its base: --to gguf-lora",
+        )
+    if not is_adapter and wanted == "gguf-lora":
+        raise UsageError(
+            f"{source.name} is {KIND_NAMES[source.kind]}, not an adapter.", remedy="--to gguf"
+        )
+    if is_adapter:
+        return "gguf-lora"
     to = wanted or ("gguf" if source.kind is SourceKind.HF else "hf")
     if to == source.kind.value:
         smaller = f"tightfit quantize {source.name} --to q8_0 makes a smaller one"

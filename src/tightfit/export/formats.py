@@ -217,8 +217,9 @@ Q2_K = _gguf("q2_k", "Q2_K", StepKind.Q2)
 NF4 = _bitsandbytes("nf4", 4, StepKind.NF4)
 INT8 = _bitsandbytes("int8", 8, StepKind.INT8)
 
-CONVERT_FORMATS = ("gguf", "hf")
-"""What `tightfit convert` writes."""
+CONVERT_FORMATS = ("gguf", "hf", "gguf-lora")
+"""What `tightfit convert` writes. `gguf-lora`: of an adapter, for llama.cpp to load beside its
+base."""
 CONVERT_DTYPES = ("f16", "bf16", "f32")
 GPTQ_TOOLS = (AUTO_ROUND, GPTQMODEL)
 """Libraries that can make GPTQ formats; the first is the default."""

@@ -6,7 +6,8 @@ import json
 import math
 import re
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +21,10 @@ from tightfit.export.gguf_tokenizer import read_vocabulary, settle_scheme, write
 from tightfit.models.families.registry import FAMILIES, find_family
 from tightfit.models.family import Family, GgufLayout
 from tightfit.runtime.gguf.file import (
-    LayoutChange,
-    find_layout_change,
+    changed_shape,
+    find_parts,
     get_rope,
+    has_rope_factors,
     make_name_lookup,
     make_rope_tensors,
     write_rope,
@@ -36,14 +38,26 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+MXFP4 = "mxfp4"
+"""transformers' name of the `quant_method`."""
+MXFP4_BLOCK, MXFP4_BLOCK_BYTES = 32, 17
+"""Values that share a scale, and their codes with it. Source: OCP Microscaling Formats 1.0."""
+_CODES, _SCALES = "_blocks", "_scales"
 BLOOM_CONTEXT = 2048
 """Bloom's config does not say what it was trained on. Source: arXiv:2211.05100, table 3."""
 TOKEN_BYTES = 2048
 """Of one token and its merges while they are read, checked and written. Measured."""
 LIBRARY_BYTES = 120 * MIB
 """llama.cpp once it is loaded for the check of the tokenizer. Measured."""
-_LEFT_OUT = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias", ".attention.bias")
+_LEFT_OUT = (
+    *(".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias"),
+    *(".attention.bias", ".attention.masked_bias"),
+)
 """Buffers that old checkpoints carry and every program computes by itself."""
+_WIDE = (
+    *("_norm.weight", "position_embd.weight", ".bias"),
+    *("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "ssm_conv1d.weight"),
+)
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 
 
@@ -52,13 +66,19 @@ class PlannedTensor:
     """One tensor of the file to be written."""
 
     name: str
-    source: str
+    sources: tuple[str, ...]
+    """Of several, which all have one shape, a stack is made."""
     shape: tuple[int, ...]
     dtype: Dtype
-    change: LayoutChange | None
+    take: Callable[[Tensor], Tensor] | None = None
+    """What is done with the values of a source."""
+    is_mxfp4: bool = False
+    """The sources are MXFP4's codes and scales, in this order."""
 
     @property
     def num_bytes(self) -> int:
+        if self.is_mxfp4:
+            return math.prod(self.shape) // MXFP4_BLOCK * MXFP4_BLOCK_BYTES
         return math.prod(self.shape) * self.dtype.value_bytes
 
 
@@ -84,7 +104,9 @@ class GgufPlan:
     def extra_bytes(self) -> int:
         """Memory beside what the process holds: a tensor as stored, changed and written."""
         largest = max(
-            self.weights.tensors[t.source].num_bytes * (2 if t.change else 1) + t.num_bytes
+            sum(self.weights.tensors[name].num_bytes for name in t.sources)
+            * (2 if t.take is not None or len(t.sources) > 1 else 1)
+            + t.num_bytes
             for t in self.tensors
         )
         return largest + TOKEN_BYTES * int(self.config.vocab_size) + LIBRARY_BYTES
@@ -117,9 +139,7 @@ def plan_gguf(
             f"{source} holds an adapter, not a model.",
             remedy=f"merge first: tightfit merge {source}",
         )
-    family, layout = _find_layout(source)
-    config = _load_config(source)
-    _check_config(layout, config)
+    family, layout, config = open_model(source)
     check_weights(source)
     weights = StoredWeights(source)
     folder = tokenizer or source
@@ -136,6 +156,23 @@ def plan_gguf(
         name=name or source.absolute().name,
         tokenizer=folder,
     )
+
+
+def open_model(source: Path) -> tuple[Family, GgufLayout, Any]:
+    """The family of a model folder and transformers' config; raises if llama.cpp cannot have it."""
+    family, layout = _find_layout(source)
+    config = _load_config(source)
+    _check_config(layout, config)
+    return family, layout, config
+
+
+def has_own_head(layout: GgufLayout, config: Any) -> bool:
+    """Whether the file has an output matrix."""
+    return layout.needs_head or not _is_tied(config)
+
+
+def _is_tied(config: Any) -> bool:
+    return bool(getattr(config, "tie_word_embeddings", True))
 
 
 def _find_layout(folder: Path) -> tuple[Family, GgufLayout]:
@@ -157,7 +194,8 @@ def _find_layout(folder: Path) -> tuple[Family, GgufLayout]:
             f"{did_you_mean(model_type, known)}",
             remedy=f"name a model of one of: {', '.join(known)}",
         )
-    if config.get("quantization_config"):
+    is_mxfp4 = read_quant_method(config) == MXFP4
+    if config.get("quantization_config") and not (is_mxfp4 and family.gguf.keeps_mxfp4):
         raise InvalidInputError(
             f"{folder} is quantized, and its values cannot be had back.",
             remedy="convert the model that it was made from; tightfit quantize makes small GGUFs",
@@ -169,6 +207,12 @@ def _find_layout(folder: Path) -> tuple[Family, GgufLayout]:
             remedy="name a model whose architecture ends in ForCausalLM",
         )
     return family, family.gguf
+
+
+def read_quant_method(config: Mapping[str, Any]) -> str | None:
+    """Of a config.json; None: the model is not quantized."""
+    stated = config.get("quantization_config")
+    return str(stated.get("quant_method", "")).lower() if isinstance(stated, dict) else None
 
 
 def _load_config(source: Path) -> Any:
@@ -192,6 +236,8 @@ def _check_config(layout: GgufLayout, config: Any) -> None:
     obstacle = layout.find_obstacle(config)
     if activation not in layout.activations:
         obstacle = f"the activation {activation}"
+    if has_rope_factors(config) and not layout.reads_rope_factors:
+        obstacle = "a scaling for each rotary frequency (llama3 or longrope)"
     if obstacle is not None:
         raise InvalidInputError(
             f"This {config.model_type} model has {obstacle}, which llama.cpp cannot compute.",
@@ -206,7 +252,7 @@ def _check_config(layout: GgufLayout, config: Any) -> None:
 def _write_architecture(writer: Any, layout: GgufLayout, config: Any) -> list[str]:
     """Write sizes, norms, positions and attention; returns what a user should know."""
     inner = getattr(config, layout.inner_key, None) if layout.inner_key else None
-    names = ("max_position_embeddings", "n_positions", "seq_length")
+    names = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
     context = next((int(n) for name in names if (n := getattr(config, name, None))), BLOOM_CONTEXT)
     writer.add_block_count(int(config.num_hidden_layers))
     writer.add_context_length(context)
@@ -218,7 +264,13 @@ def _write_architecture(writer: Any, layout: GgufLayout, config: Any) -> list[st
     if hasattr(config, "rms_norm_eps"):
         writer.add_layer_norm_rms_eps(float(config.rms_norm_eps))
     else:
-        writer.add_layer_norm_eps(float(config.layer_norm_epsilon))
+        stated = ("layer_norm_epsilon", "layer_norm_eps", "norm_epsilon", "norm_eps")
+        epsilon = next(getattr(config, name) for name in stated if hasattr(config, name))
+        writer.add_layer_norm_eps(float(epsilon))
+    if layout.expert_inner_key is not None:
+        writer.add_expert_count(count_experts(config))
+        writer.add_expert_used_count(int(config.num_experts_per_tok))
+        writer.add_expert_feed_forward_length(int(getattr(config, layout.expert_inner_key)))
     if layout.has_rotary and layout.states_head_dim:
         writer.add_key_length(_head_dim(config))
         writer.add_value_length(_head_dim(config))
@@ -235,6 +287,12 @@ def _write_architecture(writer: Any, layout: GgufLayout, config: Any) -> list[st
             "answers differ in longer contexts."
         )
     return notes
+
+
+def count_experts(config: Any) -> int:
+    """Of each layer."""
+    names = ("num_local_experts", "num_experts")
+    return next((int(n) for name in names if (n := getattr(config, name, None))), 0)
 
 
 def _head_dim(config: Any) -> int:
@@ -258,25 +316,34 @@ def _plan_tensors(
 ) -> list[PlannedTensor]:
     """Every tensor in the order of the layers; refuses what is unknown or missing."""
     look_up = make_name_lookup(family, int(config.num_hidden_layers))
-    planned, strange = {}, []
+    planned: dict[str, PlannedTensor] = {}
+    stacks: dict[str, dict[int, str]] = defaultdict(dict)
+    strange = []
     for stored in weights.tensors.values():
+        if layout.keeps_mxfp4 and stored.name.endswith(_CODES):
+            planned |= _plan_mxfp4(stored, weights, look_up, layout, config)
+            continue
         if stored.name.endswith(_LEFT_OUT) or not _is_weight(stored):
             continue
-        name = look_up(stored.name)
-        if name is None:
-            strange.append(stored.name)
-            continue
-        # llama.cpp reads vectors, norms and position tables in 32 bit only.
-        is_wide = len(stored.shape) <= 1 or name.endswith(("_norm.weight", "position_embd.weight"))
-        change = find_layout_change(layout, stored.name, config)
-        is_transposed = change is not None and change.is_transposed
-        planned[name] = PlannedTensor(
-            name=name,
-            source=stored.name,
-            shape=stored.shape[::-1] if is_transposed else stored.shape,
-            dtype=Dtype.FP32 if is_wide else dtype,
-            change=change,
-        )
+        for part in find_parts(layout, stored.name, config):
+            name = look_up(part.name)
+            if name is None:
+                strange.append(stored.name)
+                continue
+            shape = stored.shape if part.take is None else changed_shape(part.take, stored.shape)
+            if part.index is not None:
+                stacks[name][part.index] = stored.name
+                shape = (len(stacks[name]), *shape)
+            planned[name] = PlannedTensor(
+                name=name,
+                sources=(stored.name,),
+                shape=shape,
+                dtype=Dtype.FP32 if _is_wide(name, shape) else dtype,
+                take=part.take,
+            )
+    for name, numbered in stacks.items():
+        sources = _check_stack(name, numbered, weights, config)
+        planned[name] = replace(planned[name], sources=sources)
     if strange:
         raise InvalidInputError(
             f"The weights hold {strange[0]}, which llama.cpp's {family.architecture} models "
@@ -286,6 +353,80 @@ def _plan_tensors(
     _settle_head(planned, weights, family, layout, config)
     _check_layers(planned, config)
     return sorted(planned.values(), key=_order)
+
+
+def _plan_mxfp4(
+    stored: StoredTensor,
+    weights: StoredWeights,
+    look_up: Callable[[str], str | None],
+    layout: GgufLayout,
+    config: Any,
+) -> dict[str, PlannedTensor]:
+    """The tensors that become of MXFP4's codes: of gate and up together every other row each."""
+    name = stored.name.removesuffix(_CODES)
+    if f"{name}{_SCALES}" not in weights.tensors:
+        raise InvalidInputError(
+            f"The weights lack {name}{_SCALES}.",
+            remedy="fetch the model again; `hf download` goes on where it stopped",
+        )
+    parts = find_parts(layout, name, config)
+    experts, rows, blocks, _ = stored.shape
+    planned = {}
+    for at, part in enumerate(parts):
+        found = look_up(part.name)
+        assert found is not None
+        planned[found] = PlannedTensor(
+            name=found,
+            sources=(stored.name, f"{name}{_SCALES}"),
+            shape=(experts, rows // len(parts), blocks * MXFP4_BLOCK),
+            dtype=Dtype.BF16,
+            take=_every(len(parts), at),
+            is_mxfp4=True,
+        )
+    return planned
+
+
+def _every(step: int, at: int) -> Callable[[Tensor], Tensor]:
+    return lambda x: x[:, at::step]
+
+
+def _repack_mxfp4(codes: Tensor, scales: Tensor) -> Tensor:
+    """From pairs of neighbours in a byte to values half a block apart; the codes are the same.
+
+    Source: `repack_mxfp4_blocks` in ggml-org/llama.cpp, `conversion/base.py`.
+    """
+    import torch
+
+    low, high = codes & 0x0F, codes >> 4
+    values = torch.stack((low, high), dim=-1).flatten(-2)
+    half = MXFP4_BLOCK // 2
+    packed = values[..., :half] | (values[..., half:] << 4)
+    return torch.cat((scales[..., None], packed), dim=-1).contiguous()
+
+
+def _is_wide(name: str, shape: tuple[int, ...]) -> bool:
+    """llama.cpp reads vectors, norms, routers and position tables in 32 bit only."""
+    return len(shape) <= 1 or name.endswith(_WIDE)
+
+
+def _check_stack(
+    name: str, numbered: Mapping[int, str], weights: StoredWeights, config: Any
+) -> tuple[str, ...]:
+    """The stored tensors of a stack in order; raises if one is missing or of another shape."""
+    count = count_experts(config) if "_exps" in name else len(numbered)
+    lost = [number for number in range(count) if number not in numbered]
+    if lost or len(numbered) != count:
+        raise InvalidInputError(
+            f"The weights hold {len(numbered)} of the {count} matrices of {name}.",
+            remedy="fetch the model again; `hf download` goes on where it stopped",
+        )
+    sources = tuple(numbered[number] for number in range(count))
+    if len({weights.tensors[source].shape for source in sources}) > 1:
+        raise InvalidInputError(
+            f"The matrices of {name} are of different shapes.",
+            remedy="check that config.json belongs to these weights",
+        )
+    return sources
 
 
 def _is_weight(stored: StoredTensor) -> bool:
@@ -309,15 +450,19 @@ def _settle_head(
     import torch
 
     embedding, head = planned.get(_EMBEDDING), planned.get(_HEAD)
-    is_tied = bool(getattr(config, "tie_word_embeddings", True))
+    is_tied = _is_tied(config)
     if embedding is None or (head is None and not is_tied):
         lacking = "a head (lm_head.weight)" if embedding else "an embedding"
         raise InvalidInputError(
             f"The weights lack {lacking}.", remedy="fetch the model again, or name another folder"
         )
     if head is None:
+        if layout.needs_head:
+            planned[_HEAD] = replace(embedding, name=_HEAD)
         return
-    if is_tied and torch.equal(weights.read(embedding.source), weights.read(head.source)):
+    if layout.needs_head:
+        return
+    if is_tied and torch.equal(weights.read(embedding.sources[0]), weights.read(head.sources[0])):
         del planned[_HEAD]
     elif not layout.can_untie:
         raise InvalidInputError(
@@ -328,13 +473,16 @@ def _settle_head(
 
 
 def _check_layers(planned: dict[str, PlannedTensor], config: Any) -> None:
-    """Every layer has what the others have, and there are as many as config.json says."""
+    """Every layer has what the others of its kind have; there are as many as config.json says."""
     per_layer: dict[int, set[str]] = defaultdict(set)
     for name in planned:
         if found := re.match(r"blk\.(\d+)\.(.+)", name):
             per_layer[int(found[1])].add(found[2])
-    everything = set().union(*per_layer.values())
+    kinds = getattr(config, "layer_types", None) or ()
+    linear = {at for at, kind in enumerate(kinds) if kind == "linear_attention"}
     for layer in range(int(config.num_hidden_layers)):
+        alike = (at for at in per_layer if (at in linear) == (layer in linear))
+        everything = set().union(*(per_layer[at] for at in alike))
         lost = sorted(everything - per_layer.get(layer, set()))
         if lost or not everything:
             raise InvalidInputError(
@@ -356,9 +504,15 @@ def _make_writer(path: Path, plan: GgufPlan) -> Any:
     writer: Any = gguf.GGUFWriter(path, plan.family.architecture)
     writer.add_type(gguf.GGUFType.MODEL)
     num_values = sum(math.prod(tensor.shape) for tensor in plan.tensors)
-    writer.add_size_label(gguf.size_label(num_values, num_values, 0, 0))
+    of_experts = sum(math.prod(tensor.shape) for tensor in plan.tensors if "_exps" in tensor.name)
+    count = count_experts(plan.config) if of_experts else 0
+    shared, each = num_values - of_experts, of_experts // max(count, 1)
+    writer.add_size_label(gguf.size_label(num_values, shared, each, count))
     amount = "ALL" if plan.dtype is Dtype.FP32 else "MOSTLY"
-    writer.add_file_type(gguf.LlamaFileType[f"{amount}_{plan.dtype.gguf_name.upper()}"])
+    kind = gguf.LlamaFileType[f"{amount}_{plan.dtype.gguf_name.upper()}"]
+    if any(tensor.is_mxfp4 for tensor in plan.tensors):
+        kind = gguf.LlamaFileType.MOSTLY_MXFP4_MOE
+    writer.add_file_type(kind)
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     return writer
 
@@ -377,9 +531,10 @@ def _write_tensors(writer: Any, plan: GgufPlan, report: Progress | None) -> None
             name, tuple(values.shape), np.dtype(np.float32), values.nbytes, kinds[Dtype.FP32]
         )
     for tensor in plan.tensors:
+        kind = gguf.GGMLQuantizationType.MXFP4 if tensor.is_mxfp4 else kinds[tensor.dtype]
         # numpy has no bf16; the writer looks only at the format that is named.
         writer.add_tensor_info(
-            tensor.name, tensor.shape, np.dtype(np.float16), tensor.num_bytes, kinds[tensor.dtype]
+            tensor.name, tensor.shape, np.dtype(np.float16), tensor.num_bytes, kind
         )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -388,7 +543,7 @@ def _write_tensors(writer: Any, plan: GgufPlan, report: Progress | None) -> None
         writer.write_tensor_data(values.numpy())
     total, done = sum(tensor.num_bytes for tensor in plan.tensors), 0
     for tensor in plan.tensors:
-        values = _convert_values(plan.weights.read(tensor.source), tensor)
+        values = _convert_values(plan.weights, tensor)
         writer.write_tensor_data(values.view(torch.uint8).numpy())
         done += tensor.num_bytes
         if report is not None:
@@ -396,24 +551,28 @@ def _write_tensors(writer: Any, plan: GgufPlan, report: Progress | None) -> None
     writer.flush()
 
 
-def _convert_values(values: Tensor, planned: PlannedTensor) -> Tensor:
+def _convert_values(weights: StoredWeights, planned: PlannedTensor) -> Tensor:
     """Rearranged and in the wanted format; refuses values that the format cannot hold."""
     import torch
 
-    if planned.change is not None:
-        values = planned.change.apply(values)
+    parts = [weights.read(source) for source in planned.sources]
+    if planned.take is not None:
+        parts = [planned.take(part) for part in parts]
+    if planned.is_mxfp4:
+        return _repack_mxfp4(*parts)
+    values = parts[0] if len(planned.shape) == parts[0].ndim else torch.stack(parts)
     converted = values.to(torch_dtype(planned.dtype)).contiguous()
     # A finite sum proves that all values are finite, and is much faster than testing each.
     if math.isfinite(float(converted.sum(dtype=torch.float32))):
         return converted
     if not torch.isfinite(values).all():
         raise InvalidInputError(
-            f"The tensor {planned.source} holds values that are no numbers (NaN or infinite).",
+            f"The tensor {planned.sources[0]} holds values that are no numbers (NaN or infinite).",
             remedy="fetch or train the model again",
         )
     if not torch.isfinite(converted).all():
         raise InvalidInputError(
-            f"The tensor {planned.source} holds values beyond 65,504, the largest of "
+            f"The tensor {planned.sources[0]} holds values beyond 65,504, the largest of "
             f"{planned.dtype.gguf_name}.",
             remedy="--dtype bf16, or --dtype f32",
         )

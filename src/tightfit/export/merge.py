@@ -422,7 +422,7 @@ def _build_base(base: Path, weights: dict[str, Any]) -> Any:
     import torch
 
     strategy = Strategy(weights=Dtype.FP32, compute=Dtype.FP32)
-    config = read_config(base, strategy)
+    config = read_config(base, strategy, attention="eager")  # which every family has
     with torch.device("meta"):
         model = build_model(config, strategy)
     rows = _adapter_rows(model, weights)
@@ -696,9 +696,8 @@ def _write_whole(request: MergeRequest, plan: MergePlan, work: Path) -> None:
             remedy="use the adapter as it is: tightfit chat ADAPTER",
         )
     dtype = request.dtype or plan.stored.main_dtype() or Dtype.FP32
-    model: Any = load_base(
-        artefact.base, Strategy(weights=dtype, compute=dtype), torch.device("cpu")
-    )
+    strategy = Strategy(weights=dtype, compute=dtype)
+    model: Any = load_base(artefact.base, strategy, torch.device("cpu"), attention="eager")
     adapted: Any = load_adapter(model, artefact.path)
     layers = [module for module in adapted.modules() if isinstance(module, LoraLayer)]
     for number, layer in enumerate(layers, start=1):

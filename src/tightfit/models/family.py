@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal, Protocol
 
+from tightfit.core.errors import InvalidInputError
 from tightfit.models.families.parts import ConfigFields
 from tightfit.models.spec import ModelSpec
 
@@ -44,6 +45,14 @@ class Rearrangement(Enum):
     """GPT-2's Conv1D stores its matrix transposed."""
     GROUPED_QKV = "grouped qkv"
     """Queries, key and value per group of heads become all queries, all keys, all values."""
+    ALTERNATING_EXPERTS = "alternating experts"
+    """gpt-oss stores experts transposed, and gate and up in every other column of one tensor."""
+    DELTA_NET = "delta net"
+    """Qwen3-Next's linear attention: what it computes of its parameters is stored computed. Norms
+    are as Gemma's."""
+    TILED_DELTA_NET = "tiled delta net"
+    """The same of Qwen 3.5, whose value heads change places: the first of each key head, then the
+    second of each, and so on."""
 
 
 def read_usual_settings(file: GgufMetadata, rope: Settings) -> Settings:
@@ -62,6 +71,21 @@ def read_usual_settings(file: GgufMetadata, rope: Settings) -> Settings:
     }
 
 
+def read_usual_layernorm_settings(file: GgufMetadata, rope: Settings) -> Settings:
+    """The same of a model with LayerNorm, whose heads share the hidden size."""
+    heads, hidden = int(file.get("attention.head_count")), int(file.get("embedding_length"))
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": int(file.get("feed_forward_length")),
+        "num_hidden_layers": int(file.get("block_count")),
+        "num_attention_heads": heads,
+        "num_key_value_heads": int(file.get("attention.head_count_kv", heads)),
+        "max_position_embeddings": int(file.get("context_length")),
+        "layer_norm_eps": round_fp32(file.get("attention.layer_norm_epsilon")),
+        "rope_parameters": rope,
+    }
+
+
 def round_fp32(value: float) -> float:
     """1e-05 again from 9.999999747e-06, which 32 bits made of it."""
     return float(f"{float(value):.6g}")
@@ -73,6 +97,17 @@ def find_non_square_heads(config: Any) -> str | None:
     if head_dim and head_dim * config.num_attention_heads != config.hidden_size:
         return f"heads of {head_dim} that do not add up to the hidden size"
     return None
+
+
+def require_full_attention_period(config: Any, period: int) -> None:
+    """Raise unless the last of every `period` layers, and no other, attends to all tokens."""
+    for at, kind in enumerate(config.layer_types or ()):
+        if (kind == "full_attention") != (at % period == period - 1):
+            raise InvalidInputError(
+                f"Layer {at} of this model is of the kind {kind}, where llama.cpp expects another: "
+                f"it lets the last of every {period} layers attend to all tokens.",
+                remedy="use the model with --engine transformers",
+            )
 
 
 def _count_kv_heads(config: Any) -> int:
@@ -87,27 +122,36 @@ class GgufLayout:
     """llama.cpp hard-codes the activation; the file does not name it."""
     can_untie: bool = True
     """Whether llama.cpp reads an output matrix of its own."""
+    needs_head: bool = False
+    """llama.cpp requires an output matrix: a tied one is written twice."""
     rearrangement: Rearrangement | None = None
     old_prefix: Literal["", "added", "removed"] = ""
     """What happens to `transformer.` before a tensor's name is looked up in gguf's map."""
     inner_key: str | None = "intermediate_size"
     """The config's name for the MLP's width. None, or nothing there: four times the hidden size."""
+    expert_inner_key: str | None = None
+    """The config's name for the width of an expert. None: the family has no experts."""
     count_kv_heads: Callable[[Any], int] = _count_kv_heads
     find_obstacle: Callable[[Any], str | None] = lambda _config: None
     """What in a transformers config llama.cpp would silently ignore."""
 
+    keeps_mxfp4: bool = False
+    """Experts published in MXFP4 go into the file as they are."""
     has_rotary: bool = True
     states_head_dim: bool = True
     rope_theta: float = 10_000.0
     """llama.cpp's default."""
+    reads_rope_factors: bool = False
+    """llama.cpp takes a factor for each rotary frequency, as Llama 3 and LongRoPE need."""
     rope_spans_rotary_dim: bool = False
     """The tensors of frequency factors cover the rotary part of a head alone."""
     computes_windows: bool = False
     """llama.cpp slides where the model does."""
     write_attention: Callable[[Any, Any], None] | None = None
     """Writes what the family alone has: (GGUFWriter, transformers config)."""
-    read_settings: Callable[[GgufMetadata, Settings], Settings] = read_usual_settings
-    """The config of a GGUF file whose rotary settings are given."""
+    read_settings: Callable[[GgufMetadata, Settings], Settings] | None = read_usual_settings
+    """The config of a GGUF file whose rotary settings are given. None: its files are not converted
+    back."""
 
 
 def read_attention_bias(_config: Mapping[str, Any], tensors: Collection[str]) -> Settings:
@@ -197,7 +241,7 @@ class Family:
     gguf_flags: Callable[[Mapping[str, Any], Collection[str]], Settings] = read_attention_bias
     """Settings that a GGUF file shows only by its sizes and the names of its tensors."""
     gguf: GgufLayout | None = None
-    """None: the family is neither written as GGUF nor converted from it."""
+    """None: the family is not written as GGUF."""
 
     @property
     def architecture(self) -> str:

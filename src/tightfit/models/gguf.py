@@ -72,7 +72,8 @@ class GgufHeader:
 
 
 def read_gguf_header(path: Path, *, keeps_arrays: bool = False) -> GgufHeader:
-    """Read metadata and tensor list. A file that is no GGUF, cut short or corrupt is one error.
+    """Read a model's metadata and tensor list. A file that is no GGUF, cut short, corrupt or an
+    adapter is one error.
 
     Vocabularies are read only with `keeps_arrays`.
     """
@@ -81,12 +82,19 @@ def read_gguf_header(path: Path, *, keeps_arrays: bool = False) -> GgufHeader:
             if stream.read(4) != _MAGIC:
                 raise _corrupt(path, "it does not start with `GGUF`")
             with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:
-                return _Cursor(path, data, keeps_arrays).header()
+                header = _Cursor(path, data, keeps_arrays).header()
     except (OSError, ValueError) as error:
         raise InvalidInputError(
             f"Cannot read {path}: {error}.",
             remedy="check that the file exists and that you may read it",
         ) from error
+    if header.metadata.get("general.type") == "adapter":
+        raise InvalidInputError(
+            f"{path} is an adapter, not a model.",
+            remedy="name the adapter's own folder; llama.cpp loads this file beside its base's: "
+            "llama-server -m BASE.gguf --lora FILE",
+        )
+    return header
 
 
 class _Cursor:

@@ -58,7 +58,7 @@ def test_nothing_is_overwritten_unless_told(tmp_path: Path, capsys: Capture) -> 
     ("words", "code", "said"),
     [
         (["--to", "hf"], 2, "is a Hugging Face folder already"),
-        (["--to", "onnx"], 2, "--to gguf|hf"),
+        (["--to", "onnx"], 2, "--to gguf|hf|gguf-lora"),
         (["--dtype", "f8"], 2, "--dtype f16|bf16|f32"),
         (["--out", ""], 2, "--out"),
         (["--out", "model"], 2, "--out model.gguf"),
@@ -96,6 +96,23 @@ def test_what_it_cannot_convert_is_named(tmp_path: Path, capsys: Capture) -> Non
     assert "is quantized (gptq)" in quantized.json["error"]
     assert nowhere.code == 3
     assert not list(tmp_path.glob("*.gguf"))
+
+
+def test_an_adapter_becomes_a_file_of_its_own(tmp_path: Path, capsys: Capture) -> None:
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    base = make_llama(tmp_path / "base")
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    get_peft_model(model, LoraConfig(r=4)).save_pretrained(str(tmp_path / "tuned"))
+
+    answer = run_here(["convert", str(tmp_path / "tuned"), "--to", "gguf-lora"], capsys)
+
+    assert answer.code == 0, answer.err
+    assert (tmp_path / "tuned-lora-f32.gguf").read_bytes()[:4] == b"GGUF"
+    assert "--lora tuned-lora-f32.gguf" in " ".join(answer.out.split())
+    assert f"next: tightfit convert {base} --to gguf" in answer.out.replace("\n", " ")
 
 
 def test_a_folder_of_one_gguf_is_that_file(tmp_path: Path, capsys: Capture) -> None:

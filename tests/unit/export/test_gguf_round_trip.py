@@ -11,7 +11,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from small_models import FAMILIES, make_family
+from small_models import FAMILIES, make_family, name_model_type
 from tightfit.core.dtypes import Dtype, find_plain_dtype
 from tightfit.core.errors import InvalidInputError
 from tightfit.export.convert import (
@@ -19,6 +19,7 @@ from tightfit.export.convert import (
     plan_conversion,
 )
 from tightfit.export.gguf_tokenizer import TEXTS
+from tightfit.models.families.registry import FAMILIES as RECORDS
 from tightfit.runtime.llama_cpp import LlamaModel
 
 gguf: Any = pytest.importorskip("gguf", reason="pip install 'tightfit[gguf]'")
@@ -54,13 +55,25 @@ def scores(folder: Path) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+def load_values(folder: Path) -> dict[str, torch.Tensor]:
+    """As transformers names them, whatever the file says."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    values: dict[str, torch.Tensor] = model.state_dict()
+    return values
+
+
+def is_converted_back(family: str) -> bool:
+    layout = RECORDS[name_model_type(family)].gguf
+    return layout is not None and layout.read_settings is not None
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if is_converted_back(name)])
 def test_values_come_back_bit_for_bit(tmp_path: Path, family: str) -> None:
     source = make_family(tmp_path / "source", family)
 
     back = there_and_back(source, tmp_path)
 
-    before, after = load_state(source), load_state(back)
+    before, after = load_values(source), load_values(back)
     assert before.keys() == after.keys()
     for name, value in before.items():
         if family.startswith("gemma") and name.endswith("norm.weight"):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from small_models import SENTENCES, make_llama
+from small_models import SENTENCES, make_family, make_llama, name_model_type
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError
 from tightfit.export.convert import convert_to_gguf
@@ -20,6 +20,7 @@ from tightfit.export.quantize.calibration import (
     read_importance,
 )
 from tightfit.export.quantize.gguf import plan_mixture, quantize_rows
+from tightfit.models.families.registry import FAMILIES
 from tightfit.runtime.model_files import find_artefact
 
 gguf = pytest.importorskip("gguf", reason="pip install 'tightfit[gguf]'")
@@ -61,6 +62,18 @@ def test_it_is_the_mean_square_of_each_input(model: Path) -> None:
     for part in ("attn_q", "attn_k", "attn_v"):
         np.testing.assert_allclose(found.values[f"blk.1.{part}.weight"], expected, rtol=1e-4)
     assert found.num_chunks == 3
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "bloom"])
+def test_families_without_sdpa(tmp_path: Path, family: str) -> None:
+    source = make_family(tmp_path / family, family)
+    architecture = FAMILIES[name_model_type(family)].architecture
+
+    found = read_importance(
+        measure_importance(source, make_calibration(), architecture=architecture)
+    )
+
+    assert "blk.1.attn_output.weight" in found.values
 
 
 def test_every_quantized_matrix_but_embedding_and_head_has_one(model: Path, tmp_path: Path) -> None:

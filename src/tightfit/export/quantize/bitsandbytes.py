@@ -72,7 +72,8 @@ def save_quantized(source: Path, tokenizer: Path, dtype: Dtype, work: Path) -> N
     # Norms and embeddings are stored in 16 bits: bf16 where the model is bf16, else fp16.
     stated = str(config.get("dtype") or config.get("torch_dtype") or "")
     compute = Dtype.BF16 if stated.endswith("bfloat16") else Dtype.FP16
-    model: Any = load_base(source, Strategy(weights=dtype, compute=compute), device)
+    strategy = Strategy(weights=dtype, compute=compute)
+    model: Any = load_base(source, strategy, device, attention="eager")  # every family has it
     model.eval()
     model.save_pretrained(str(work), max_shard_size=MAX_SHARD_BYTES)
     # The model's own config plus the quantization: loading has changed other keys.

@@ -17,6 +17,7 @@ from tightfit.core.settings import MAX_SEQ_LEN, TrainOn
 from tightfit.core.strategy import DataSource, Strategy
 from tightfit.data.encode import EncodeRequest, encode_dataset
 from tightfit.data.token_store import TokenStore
+from tightfit.runtime.attention import choose_inference_attention
 from tightfit.runtime.load import load_base
 from tightfit.runtime.model_files import Artefact
 
@@ -179,7 +180,8 @@ def measure_importance(
 
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = Dtype.BF16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else Dtype.FP32
-    model = load_base(folder, Strategy(weights=dtype, compute=dtype), device)
+    strategy = Strategy(weights=dtype, compute=dtype)
+    model = load_base(folder, strategy, device, attention=choose_inference_attention(folder))
     sums = _sum_squares(model, calibration.rows, report)
     config: Any = model.config
     path.parent.mkdir(parents=True, exist_ok=True)

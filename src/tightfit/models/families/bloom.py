@@ -170,6 +170,30 @@ def _read_falcon_flags(config: Mapping[str, Any], tensors: Collection[str]) -> S
     }
 
 
+def _find_mpt_obstacle(config: Any) -> str | None:
+    attention = config.attn_config
+    usual = (config.d_model / config.n_heads) ** -0.5
+    is_usual = attention.softmax_scale in (None, usual)
+    return None if is_usual else "attention scaled by softmax_scale"
+
+
+def _write_mpt(writer: Any, config: Any) -> None:
+    if config.attn_config.clip_qkv:
+        writer.add_clamp_kqv(float(config.attn_config.clip_qkv))
+    writer.add_max_alibi_bias(_MPT_ALIBI_BIAS)
+
+
+_MPT_ALIBI_BIAS = 8.0
+"""transformers computes with this one whatever the config says."""
+_MPT_GGUF = GgufLayout(
+    # llama.cpp has the tanh form of GELU where MPT has the exact one: 1e-3 apart at most.
+    activations=("gelu",),
+    inner_key=None,
+    find_obstacle=_find_mpt_obstacle,
+    has_rotary=False,
+    write_attention=_write_mpt,
+    read_settings=None,
+)
 _FALCON = Family(
     model_types=("falcon",),
     read=read_falcon,
@@ -214,7 +238,7 @@ _BLOOM = Family(
 )
 LAYERNORM_FAMILIES = (
     _BLOOM,
-    replace(_BLOOM, model_types=("mpt",), composes_gelu=False, read=read_mpt, gguf=None),
+    replace(_BLOOM, model_types=("mpt",), composes_gelu=False, read=read_mpt, gguf=_MPT_GGUF),
     Family(model_types=("opt",), read=read_opt, mask_reads_positions=False),
     _FALCON,
     # Falcon's names before transformers took it in.

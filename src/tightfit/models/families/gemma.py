@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from tightfit.core.errors import InvalidInputError
 from tightfit.models.families import parts
 from tightfit.models.families.parts import ConfigFields, DecoderShape
 from tightfit.models.family import (
@@ -15,6 +14,7 @@ from tightfit.models.family import (
     Rearrangement,
     Settings,
     read_usual_settings,
+    require_full_attention_period,
 )
 from tightfit.models.spec import Linear, ModelSpec
 
@@ -117,22 +117,11 @@ def _find_gguf_obstacle(config: Any) -> str | None:
     return None
 
 
-def _require_period(config: Any, period: int) -> None:
-    """llama.cpp supports full attention only in every n-th layer."""
-    for at, kind in enumerate(config.layer_types or ()):
-        if (kind == "full_attention") != (at % period == period - 1):
-            raise InvalidInputError(
-                f"Layer {at} of this model is of the kind {kind}, where llama.cpp expects another: "
-                f"it lets every {period}th layer attend to all tokens.",
-                remedy="use the model with --engine transformers",
-            )
-
-
 def _write_gemma2(writer: Any, config: Any) -> None:
     writer.add_attn_logit_softcapping(float(config.attn_logit_softcapping or 0))
     writer.add_final_logit_softcapping(float(config.final_logit_softcapping or 0))
     writer.add_sliding_window(int(config.sliding_window or 0))
-    _require_period(config, _GEMMA2_PERIOD)
+    require_full_attention_period(config, _GEMMA2_PERIOD)
 
 
 def _write_gemma3(writer: Any, config: Any) -> None:
@@ -143,7 +132,7 @@ def _write_gemma3(writer: Any, config: Any) -> None:
         return
     has_full = "full_attention" in kinds
     period = kinds.index("full_attention") + 1 if has_full else _USUAL_GEMMA3_PERIOD
-    _require_period(config, period)
+    require_full_attention_period(config, period)
     writer.add_sliding_window(int(config.sliding_window))
     writer.add_sliding_window_pattern(period)
     local = (config.rope_parameters or {}).get("sliding_attention", {}).get("rope_theta")

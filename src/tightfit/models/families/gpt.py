@@ -13,6 +13,7 @@ from tightfit.models.family import (
     GgufMetadata,
     Rearrangement,
     Settings,
+    read_usual_layernorm_settings,
     round_fp32,
 )
 from tightfit.models.spec import Linear, ModelSpec
@@ -109,9 +110,50 @@ def _read_gpt2_gguf(file: GgufMetadata, _rope: Settings) -> Settings:
     }
 
 
+def _find_bigcode_obstacle(config: Any) -> str | None:
+    if not config.multi_query:
+        return "a key and value for each head (multi_query: false)"
+    return None if config.scale_attn_weights else "unscaled attention"
+
+
+_BIGCODE_GGUF = GgufLayout(
+    activations=(_TANH, "gelu_new"),
+    inner_key="n_inner",
+    count_kv_heads=lambda _config: 1,
+    find_obstacle=_find_bigcode_obstacle,
+    has_rotary=False,
+    read_settings=None,
+)
+
+
 def _read_bigcode_flags(config: Mapping[str, Any], _tensors: Collection[str]) -> Settings:
     return {"multi_query": config.get("num_key_value_heads", 1) == 1}
 
+
+def _write_gpt_neox(writer: Any, config: Any) -> None:
+    writer.add_parallel_residual(bool(config.use_parallel_residual))
+
+
+def _find_gpt_neox_obstacle(config: Any) -> str | None:
+    return None if config.attention_bias else "attention without biases"
+
+
+def _read_gpt_neox_gguf(file: GgufMetadata, rope: Settings) -> Settings:
+    return read_usual_layernorm_settings(file, rope) | {
+        "use_parallel_residual": bool(file.get("use_parallel_residual"))
+    }
+
+
+_GPT_NEOX_GGUF = GgufLayout(
+    # llama.cpp has the tanh form of GELU where these have the exact one: 1e-3 apart at most.
+    activations=("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh"),
+    needs_head=True,
+    rearrangement=Rearrangement.GROUPED_QKV,
+    count_kv_heads=lambda config: int(config.num_attention_heads),
+    find_obstacle=_find_gpt_neox_obstacle,
+    write_attention=_write_gpt_neox,
+    read_settings=_read_gpt_neox_gguf,
+)
 
 GPT_FAMILIES = (
     Family(
@@ -136,8 +178,15 @@ GPT_FAMILIES = (
         default_attention_dropout=0.1,
         gguf_name="starcoder",
         gguf_flags=_read_bigcode_flags,
+        gguf=_BIGCODE_GGUF,
     ),
-    Family(model_types=("gpt_neox",), read=read_gpt_neox, splits_rotary=True, gguf_name="gptneox"),
+    Family(
+        model_types=("gpt_neox",),
+        read=read_gpt_neox,
+        splits_rotary=True,
+        gguf_name="gptneox",
+        gguf=_GPT_NEOX_GGUF,
+    ),
     Family(
         model_types=("gptj",),
         read=read_gptj,

@@ -18,7 +18,10 @@ from tightfit.models.family import (
     Settings,
     find_non_square_heads,
     has_attention_bias,
+    read_usual_layernorm_settings,
     read_usual_settings,
+    require_full_attention_period,
+    round_fp32,
 )
 from tightfit.models.spec import ModelSpec
 
@@ -90,7 +93,86 @@ def _read_stablelm_flags(_config: Mapping[str, Any], tensors: Collection[str]) -
     }
 
 
-_LLAMA_GGUF = GgufLayout(rearrangement=Rearrangement.ROTARY, read_settings=_read_llama_gguf)
+_LLAMA_GGUF = GgufLayout(
+    rearrangement=Rearrangement.ROTARY, reads_rope_factors=True, read_settings=_read_llama_gguf
+)
+
+
+# llama.cpp's keys for Granite's multipliers; 0 means that there is none.
+_GRANITE_SCALES = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
+
+
+def write_granite(writer: Any, config: Any) -> None:
+    writer.add_attention_scale(float(config.attention_multiplier))
+    writer.add_embedding_scale(float(config.embedding_multiplier))
+    writer.add_residual_scale(float(config.residual_multiplier))
+    writer.add_logit_scale(float(config.logits_scaling))
+
+
+def _read_granite_gguf(file: GgufMetadata, rope: Settings) -> Settings:
+    scales = {name: round_fp32(file.get(key, 1.0)) for key, name in _GRANITE_SCALES.items()}
+    return _read_llama_gguf(file, rope) | scales
+
+
+_GRANITE_GGUF = GgufLayout(
+    rearrangement=Rearrangement.ROTARY,
+    reads_rope_factors=True,
+    find_obstacle=find_non_square_heads,
+    write_attention=write_granite,
+    read_settings=_read_granite_gguf,
+)
+_SMOLLM3_PERIOD = 4
+
+
+def _find_smollm3_obstacle(config: Any) -> str | None:
+    if config.attention_bias or config.mlp_bias:
+        return "biases in its linear layers"
+    for at, has_rope in enumerate(config.no_rope_layers):
+        if bool(has_rope) != ((at + 1) % _SMOLLM3_PERIOD != 0):
+            return f"layer {at} {'with' if has_rope else 'without'} rotary positions"
+    return None
+
+
+def _read_smollm3_gguf(file: GgufMetadata, rope: Settings) -> Settings:
+    layers = int(file.get("block_count"))
+    return read_usual_settings(file, rope) | {
+        "no_rope_layers": [int((at + 1) % _SMOLLM3_PERIOD != 0) for at in range(layers)],
+        "no_rope_layer_interval": _SMOLLM3_PERIOD,
+        "pad_token_id": None,
+    }
+
+
+_SMOLLM3_GGUF = GgufLayout(
+    rearrangement=Rearrangement.ROTARY,
+    find_obstacle=_find_smollm3_obstacle,
+    read_settings=_read_smollm3_gguf,
+)
+
+
+def _write_stablelm(writer: Any, config: Any) -> None:
+    writer.add_parallel_residual(bool(config.use_parallel_residual))
+
+
+def _read_stablelm_gguf(file: GgufMetadata, rope: Settings) -> Settings:
+    settings = read_usual_layernorm_settings(file, rope)
+    return settings | {
+        "use_qkv_bias": "blk.0.attn_q.bias" in file.tensors,
+        "use_parallel_residual": "blk.0.ffn_norm.weight" not in file.tensors,
+        "qk_layernorm": "blk.0.attn_q_norm.weight" in file.tensors,
+    }
+
+
+_STABLELM_GGUF = GgufLayout(
+    needs_head=True,
+    find_obstacle=find_non_square_heads,
+    write_attention=_write_stablelm,
+    read_settings=_read_stablelm_gguf,
+)
 
 LLAMA_FAMILIES = (
     Family(
@@ -108,9 +190,20 @@ LLAMA_FAMILIES = (
         gguf_name="llama",  # its files say llama, and compute alike
         gguf=_LLAMA_GGUF,
     ),
-    Family(model_types=("granite",), read=read_llama, has_liger=True, scales_logits=True),
-    Family(model_types=("smollm3",), read=read_tied_llama, has_liger=True),
-    Family(model_types=("stablelm",), read=read_stablelm, gguf_flags=_read_stablelm_flags),
+    Family(
+        model_types=("granite",),
+        read=read_llama,
+        has_liger=True,
+        scales_logits=True,
+        gguf=_GRANITE_GGUF,
+    ),
+    Family(model_types=("smollm3",), read=read_tied_llama, has_liger=True, gguf=_SMOLLM3_GGUF),
+    Family(
+        model_types=("stablelm",),
+        read=read_stablelm,
+        gguf_flags=_read_stablelm_flags,
+        gguf=_STABLELM_GGUF,
+    ),
     Family(model_types=("baichuan",), read=read_baichuan, splits_rotary=True),
 )
 
@@ -166,8 +259,21 @@ def _read_phi3_gguf(file: GgufMetadata, rope: Settings) -> Settings:
     }
 
 
+def _find_phi_obstacle(config: Any) -> str | None:
+    return "norms over queries and keys (qk_layernorm)" if config.qk_layernorm else None
+
+
+_PHI_GGUF = GgufLayout(
+    activations=("gelu_new", "gelu_pytorch_tanh"),
+    needs_head=True,
+    find_obstacle=_find_phi_obstacle,
+    read_settings=read_usual_layernorm_settings,
+)
+
 PHI_FAMILIES = (
-    Family(model_types=("phi",), read=read_phi, composes_gelu=True, gguf_name="phi2"),
+    Family(
+        model_types=("phi",), read=read_phi, composes_gelu=True, gguf_name="phi2", gguf=_PHI_GGUF
+    ),
     Family(
         model_types=("phi3",),
         read=read_phi3,
@@ -175,6 +281,7 @@ PHI_FAMILIES = (
         splits_rotary=True,
         gguf=GgufLayout(
             find_obstacle=find_non_square_heads,
+            reads_rope_factors=True,
             rope_spans_rotary_dim=True,
             write_attention=_write_phi3,
             read_settings=_read_phi3_gguf,
@@ -229,9 +336,53 @@ def read_gpt_oss(f: ConfigFields) -> ModelSpec:
     )
 
 
+_MIXTRAL_GGUF = GgufLayout(
+    rearrangement=Rearrangement.ROTARY,
+    reads_rope_factors=True,
+    expert_inner_key="intermediate_size",
+    read_settings=None,
+)
+_GRANITEMOE_GGUF = GgufLayout(
+    rearrangement=Rearrangement.ROTARY,
+    reads_rope_factors=True,
+    expert_inner_key="intermediate_size",
+    write_attention=write_granite,
+    read_settings=None,
+)
+
+
+def _find_gpt_oss_obstacle(config: Any) -> str | None:
+    limits = (getattr(config, "swiglu_alpha", 1.702), config.swiglu_limit)
+    if limits != (1.702, 7.0):
+        return "another swiglu_alpha or swiglu_limit than 1.702 and 7"
+    return None if config.attention_bias else "attention without biases"
+
+
+def _write_gpt_oss(writer: Any, config: Any) -> None:
+    require_full_attention_period(config, 2)
+    writer.add_sliding_window(int(config.sliding_window))
+
+
+_GPT_OSS_GGUF = GgufLayout(
+    needs_head=True,
+    rearrangement=Rearrangement.ALTERNATING_EXPERTS,
+    expert_inner_key="intermediate_size",
+    find_obstacle=_find_gpt_oss_obstacle,
+    keeps_mxfp4=True,
+    computes_windows=True,
+    write_attention=_write_gpt_oss,
+    read_settings=None,
+)
+
 MOE_FAMILIES = (
-    Family(model_types=("mixtral",), read=read_mixtral, has_liger=True),
-    Family(model_types=("granitemoe",), read=read_granitemoe),
+    Family(
+        model_types=("mixtral",),
+        read=read_mixtral,
+        has_liger=True,
+        gguf_name="llama",  # its files say llama, with experts
+        gguf=_MIXTRAL_GGUF,
+    ),
+    Family(model_types=("granitemoe",), read=read_granitemoe, gguf=_GRANITEMOE_GGUF),
     Family(
         model_types=("gpt_oss",),
         read=read_gpt_oss,
@@ -239,5 +390,6 @@ MOE_FAMILIES = (
         has_sinks=True,
         has_liger=True,
         gguf_name="gpt-oss",
+        gguf=_GPT_OSS_GGUF,
     ),
 )

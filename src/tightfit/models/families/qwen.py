@@ -117,6 +117,29 @@ def _read_qwen3_gguf(file: GgufMetadata, rope: Settings) -> Settings:
     return read_usual_settings(file, rope) | {"attention_bias": bias}
 
 
+def _find_attention_bias(config: Any) -> str | None:
+    """llama.cpp has no bias behind attention in Qwen 3."""
+    return "biases in its attention" if config.attention_bias else None
+
+
+def _find_qwen3_moe_obstacle(config: Any) -> str | None:
+    if not config.norm_topk_prob:
+        return "experts whose weights do not add up to one (norm_topk_prob: false)"
+    return _find_attention_bias(config) or _find_dense_layers(config)
+
+
+def _find_dense_layers(config: Any) -> str | None:
+    if config.mlp_only_layers or config.decoder_sparse_step != 1:
+        return "layers without experts (mlp_only_layers, decoder_sparse_step)"
+    return None
+
+
+_QWEN3_MOE_GGUF = GgufLayout(
+    find_obstacle=_find_qwen3_moe_obstacle,
+    expert_inner_key="moe_intermediate_size",
+    read_settings=None,
+)
+
 QWEN_FAMILIES = (
     Family(model_types=("qwen",), read=read_qwen, splits_rotary=True, gguf_flags=_read_qwen_flags),
     Family(
@@ -131,7 +154,13 @@ QWEN_FAMILIES = (
         read=read_qwen3,
         has_liger=True,
         fuses_projections=True,
-        gguf=GgufLayout(read_settings=_read_qwen3_gguf),
+        gguf=GgufLayout(find_obstacle=_find_attention_bias, read_settings=_read_qwen3_gguf),
     ),
-    Family(model_types=("qwen3_moe",), read=read_qwen3_moe, has_liger=True, gguf_name="qwen3moe"),
+    Family(
+        model_types=("qwen3_moe",),
+        read=read_qwen3_moe,
+        has_liger=True,
+        gguf_name="qwen3moe",
+        gguf=_QWEN3_MOE_GGUF,
+    ),
 )

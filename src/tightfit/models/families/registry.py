@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tightfit.models.families import parts
+from tightfit.models.families import layouts, parts
 from tightfit.models.families.bloom import CHATGLM, LAYERNORM_FAMILIES
 from tightfit.models.families.gemma import GEMMA_FAMILIES
 from tightfit.models.families.gpt import GPT_FAMILIES
@@ -67,10 +67,33 @@ def _warn(f: ConfigFields, *, is_llama: bool) -> None:
 
 
 _GENERIC_FAMILIES = (
-    Family(model_types=("glm4", "ministral", "nemotron", "olmo2", "olmo3"), has_liger=True),
-    Family(model_types=("qwen3_next",), has_liger=True),
+    Family(model_types=("ministral",), has_liger=True),
+    Family(model_types=("glm4",), has_liger=True, gguf=layouts.GLM4_GGUF),
+    Family(model_types=("nemotron",), has_liger=True, gguf=layouts.NEMOTRON_GGUF),
+    Family(model_types=("olmo2",), has_liger=True, gguf=layouts.OLMO2_GGUF),
+    Family(model_types=("olmo3",), has_liger=True, gguf_name="olmo2", gguf=layouts.OLMO3_GGUF),
+    Family(model_types=("starcoder2",), gguf=layouts.STARCODER2_GGUF),
+    Family(model_types=("qwen2_moe",), gguf_name="qwen2moe", gguf=layouts.QWEN2_MOE_GGUF),
+    Family(
+        model_types=("qwen3_next",),
+        has_liger=True,
+        gguf_name="qwen3next",
+        gguf=layouts.QWEN3_NEXT_GGUF,
+    ),
+    Family(
+        model_types=("qwen3_5_text",),
+        has_liger=True,
+        gguf_name="qwen35",
+        gguf=layouts.QWEN3_5_GGUF,
+    ),
     Family(model_types=("llama4_text",), has_flash=False, has_liger=True),
-    Family(model_types=("cohere", "cohere2"), scales_logits=True),
+    Family(
+        model_types=("cohere",),
+        scales_logits=True,
+        gguf_name="command-r",
+        gguf=layouts.COHERE_GGUF,
+    ),
+    Family(model_types=("cohere2",), scales_logits=True, gguf=layouts.COHERE2_GGUF),
 )
 """Families whose configs the generic reader reads."""
 _NOT_CAUSAL = Family(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +50,8 @@ class GgufFile:
     def family(self) -> Family | None:
         """The family, where we can convert it ourselves."""
         found = find_gguf_family(self.architecture)
-        is_ours = found is not None and found.gguf is not None and not self.get("expert_count")
+        layout = None if found is None else found.gguf
+        is_ours = layout is not None and layout.read_settings and not self.get("expert_count")
         return found if is_ours else None
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -128,8 +130,11 @@ def make_name_lookup(family: Family, num_layers: int) -> Callable[[str], str | N
             name = f"transformer.{name}"
         elif prefix == "removed":
             name = name.removeprefix("transformer.")
-        found: str | None = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        return found
+        name += ".weight" if name.endswith(".sinks") else ""
+        # Of two names for the same part of a layer, the map has all forms of one alone.
+        spellings = (name, name.replace(".block_sparse_moe.", ".mlp."))
+        found = (names.get_name(spelt, try_suffixes=(".weight", ".bias")) for spelt in spellings)
+        return next(filter(None, found), None)
 
     return look_up
 
@@ -140,7 +145,13 @@ class LayoutChange:
 
     apply: Callable[[Tensor], Tensor]
     undo: Callable[[Tensor], Tensor]
-    is_transposed: bool = False
+
+
+def changed_shape(change: Callable[[Tensor], Tensor], shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a tensor after the change, found without values."""
+    import torch
+
+    return tuple(change(torch.empty(shape, device="meta")).shape)
 
 
 def find_layout_change(layout: GgufLayout, name: str, config: Any) -> LayoutChange | None:
@@ -154,19 +165,153 @@ def find_layout_change(layout: GgufLayout, name: str, config: Any) -> LayoutChan
     if kind is Rearrangement.ROTARY and name.endswith((".k_proj.weight", ".k_proj.bias")):
         return _rotary(int(config.num_key_value_heads))
     if kind is Rearrangement.NORM_PLUS_ONE and name.endswith("norm.weight"):
-        return LayoutChange(lambda x: x.float() + 1, lambda x: x.float() - 1)
+        return LayoutChange(_add_one, lambda x: x.float() - 1)
     if kind is Rearrangement.TRANSPOSED and name.endswith(_CONV_ENDINGS):
 
         def transpose(x: Tensor) -> Tensor:
             return x.t().contiguous()
 
-        return LayoutChange(transpose, transpose, is_transposed=True)
+        return LayoutChange(transpose, transpose)
     if kind is Rearrangement.GROUPED_QKV and ".query_key_value." in name:
         heads, kv_heads = int(config.num_attention_heads), layout.count_kv_heads(config)
         return LayoutChange(
             lambda x: _ungroup(x, heads, kv_heads), lambda x: _regroup(x, heads, kv_heads)
         )
     return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorPart:
+    """Where a stored tensor, or a part of it, goes."""
+
+    name: str
+    """As gguf's map knows it."""
+    index: int | None = None
+    """Its place in a stack, where the file has one tensor for all experts or heads."""
+    take: Callable[[Tensor], Tensor] | None = None
+    """The change on the way."""
+    changes_columns: bool = False
+    """It moves inputs, not outputs, which an adapter has in its other matrix."""
+
+
+_STACKED = re.compile(r"(.+\.(?:experts|q_layernorm|k_layernorm))\.(?:norms\.)?(\d+)\.(.+)")
+_DELTA_NET_PART = re.compile(
+    r"\.linear_attn\.(in_proj_qkv|in_proj_z|in_proj_a|in_proj_b|A_log|dt_proj|conv1d|out_proj)\b"
+)
+_GATE_AND_UP = re.compile(r"(.+\.)(?:experts\.gate_up_proj|input_linear)(\.weight|_bias)?")
+
+
+def find_parts(layout: GgufLayout, name: str, config: Any) -> tuple[TensorPart, ...]:
+    """Where the tensor goes that a checkpoint calls `name`: mostly to one tensor, as a whole.
+
+    Experts lie in one tensor of three dimensions per matrix; checkpoints have them one by one, or
+    stacked with gate and up in one tensor. Source: `modify_tensors` of Qwen2MoeModel, GptOssModel
+    and GraniteMoeModel in ggml-org/llama.cpp, `conversion/`.
+    """
+    alternates = layout.rearrangement is Rearrangement.ALTERNATING_EXPERTS
+    if found := _STACKED.fullmatch(name):
+        return (TensorPart(name=f"{found[1]}.{found[3]}", index=int(found[2])),)
+    if found := _GATE_AND_UP.fullmatch(name):
+        ending = ".bias" if found[2] == "_bias" else ".weight"
+        return tuple(
+            TensorPart(
+                name=f"{found[1]}experts.{part}{ending}",
+                take=_alternating(at, ending) if alternates else _half(at),
+            )
+            for at, part in enumerate(("gate_proj", "up_proj"))
+        )
+    if name.endswith(".experts.down_proj"):
+        take = _transposed if alternates else None
+        return (TensorPart(name=f"{name}.weight", take=take),)
+    if name.endswith(".experts.down_proj_bias"):
+        return (TensorPart(name=f"{name.removesuffix('_bias')}.bias"),)
+    if layout.rearrangement in (Rearrangement.DELTA_NET, Rearrangement.TILED_DELTA_NET):
+        parts = _find_delta_net_parts(name, config)
+        is_tiled = layout.rearrangement is Rearrangement.TILED_DELTA_NET
+        return tuple(_tile(part, config) for part in parts) if is_tiled else parts
+    change = find_layout_change(layout, name, config)
+    return (TensorPart(name=name, take=None if change is None else change.apply),)
+
+
+def _find_delta_net_parts(name: str, config: Any) -> tuple[TensorPart, ...]:
+    """Source: `modify_tensors` of Qwen3NextModel in ggml-org/llama.cpp, `conversion/qwen.py`."""
+    if name.startswith("mtp."):
+        return ()  # a head that predicts several tokens, which transformers leaves out too
+    if name.endswith(".in_proj_qkvz.weight"):
+        start = name.removesuffix("qkvz.weight")
+        return (
+            TensorPart(name=f"{start}qkv.weight", take=lambda x: _ungroup_delta(x, config)[0]),
+            TensorPart(name=f"{start}z.weight", take=lambda x: _ungroup_delta(x, config)[1]),
+        )
+    take: Callable[[Tensor], Tensor] | None = None
+    if name.endswith(".A_log"):
+        take = _decay
+    elif name.endswith(".conv1d.weight"):
+        take = _drop_channel
+    elif name.endswith("norm.weight") and not name.endswith(".linear_attn.norm.weight"):
+        take = _add_one
+    return (TensorPart(name=name.replace(".dt_bias", ".dt_proj.bias"), take=take),)
+
+
+def _tile(part: TensorPart, config: Any) -> TensorPart:
+    """Source: `_LinearAttentionVReorderBase` in ggml-org/llama.cpp, `conversion/qwen.py`."""
+    heads, all_heads = int(config.linear_num_key_heads), int(config.linear_num_value_heads)
+    width, before = int(config.linear_value_head_dim), 2 * heads * int(config.linear_key_head_dim)
+    found = _DELTA_NET_PART.search(part.name)
+    if found is None:
+        return part
+    kind = found[1]
+    unit = width if kind in ("in_proj_qkv", "in_proj_z", "conv1d", "out_proj") else 1
+    start = before if kind in ("in_proj_qkv", "conv1d") else 0
+
+    def tile(values: Tensor) -> Tensor:
+        import torch
+
+        values = values if part.take is None else part.take(values)
+        rows = values.t() if kind == "out_proj" else values
+        grouped = rows[start:].reshape(heads, all_heads // heads, unit, *rows.shape[1:])
+        moved = torch.cat((rows[:start], grouped.transpose(0, 1).reshape(rows[start:].shape)))
+        return moved.t() if kind == "out_proj" else moved
+
+    return replace(part, take=tile, changes_columns=kind == "out_proj")
+
+
+def _decay(values: Tensor) -> Tensor:
+    return -values.float().exp()
+
+
+def _drop_channel(values: Tensor) -> Tensor:
+    return values.squeeze(1)
+
+
+def _add_one(values: Tensor) -> Tensor:
+    return values.float() + 1
+
+
+def _ungroup_delta(values: Tensor, config: Any) -> tuple[Tensor, Tensor]:
+    """From query, key, values, gates per key head to all queries, keys and values; all gates."""
+    import torch
+
+    heads, width = int(config.linear_num_key_heads), int(config.linear_key_head_dim)
+    wide = int(config.linear_num_value_heads) // heads * int(config.linear_value_head_dim)
+    groups = values.reshape(heads, 2 * width + 2 * wide, *values.shape[1:])
+    parts = torch.split(groups, [width, width, wide, wide], dim=1)
+    *rest, gates = (part.reshape(-1, *values.shape[1:]) for part in parts)
+    return torch.cat(rest), gates
+
+
+def _half(at: int) -> Callable[[Tensor], Tensor]:
+    return lambda x: x.chunk(2, dim=1)[at]
+
+
+def _alternating(at: int, ending: str) -> Callable[[Tensor], Tensor]:
+    if ending == ".bias":
+        return lambda x: x[:, at::2]
+    return lambda x: _transposed(x[:, :, at::2])
+
+
+def _transposed(values: Tensor) -> Tensor:
+    return values.transpose(-1, -2)
 
 
 def _rotary(num_heads: int) -> LayoutChange:
@@ -230,6 +375,11 @@ def _kind(rope: dict[str, Any]) -> str:
     return "longrope" if kind == "su" else kind
 
 
+def has_rope_factors(config: Any) -> bool:
+    """Whether the file needs tensors for scaling that differs by frequency."""
+    return _kind(get_rope(config)) in ("llama3", "longrope")
+
+
 def write_rope(writer: Any, config: Any) -> list[str]:
     """Write base and scaling; returns warnings for the user."""
     import gguf
@@ -273,6 +423,12 @@ def write_rope(writer: Any, config: Any) -> list[str]:
             writer.add_rope_scaling_yarn_beta_slow(float(rope["beta_slow"]))
         if scale is not None:
             writer.add_rope_scaling_attn_factors(float(scale) / _own_yarn_scale(factor))
+        if not rope.get("truncate", True):
+            return [
+                "Its rotary positions go from one scaling to the other between fractions of a "
+                "dimension (YaRN with truncate: false); llama.cpp rounds these bounds, so answers "
+                "may differ a little."
+            ]
     return []
 
 

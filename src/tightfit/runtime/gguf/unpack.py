@@ -17,6 +17,7 @@ from tightfit.models.family import GgufLayout
 from tightfit.runtime.gguf.file import (
     PLAIN,
     GgufFile,
+    changed_shape,
     find_layout_change,
     make_name_lookup,
     read_rope,
@@ -425,19 +426,21 @@ def read_config(file: GgufFile, special_ids: dict[str, int]) -> tuple[GgufLayout
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     family = file.family
-    if family is None or family.gguf is None:
-        known = sorted({family.architecture for family in FAMILIES.values() if family.gguf})
+    if family is None or family.gguf is None or family.gguf.read_settings is None:
+        layouts = ((each.architecture, each.gguf) for each in FAMILIES.values())
+        known = sorted({name for name, layout in layouts if layout and layout.read_settings})
         kind = file.architecture + (" with experts" if file.architecture in known else "")
         raise InvalidInputError(
             f"{file.path} is of the architecture {kind or 'unnamed'}, which cannot be converted.",
             remedy=f"name a file of one of: {', '.join(known)}",
         )
     layout, model_type = family.gguf, family.model_types[0]
+    read_settings = family.gguf.read_settings
     rope: dict[str, Any] = {}
     if layout.has_rotary:
         even = int(file.get("embedding_length")) // int(file.get("attention.head_count"))
         rope = read_rope(file, int(file.get("attention.key_length", even)), layout.rope_theta)
-    settings = layout.read_settings(file, rope) | {
+    settings = read_settings(file, rope) | {
         "vocab_size": file.tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]],
@@ -469,8 +472,8 @@ def _match_tensors(
         unused.remove(stored)
         shape = file.tensors[stored].shape
         change = find_layout_change(layout, name, config)
-        if change is not None and change.is_transposed:
-            shape = shape[::-1]
+        if change is not None:
+            shape = changed_shape(change.undo, shape)
         if shape != tuple(parameter.shape):
             problems.append(f"has {name} as {list(shape)}")
         sources[name] = stored
