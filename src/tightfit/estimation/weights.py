@@ -145,7 +145,12 @@ def adapter_params(spec: ModelSpec, strategy: Strategy) -> int:
     """LoRA values of the whole model, retrained embeddings left out."""
     if strategy.method is not Method.LORA:
         return 0
-    return sum(b.num_layers * layer_adapter_params(b, strategy) for b in spec.blocks)
+    outer = strategy.lora_rank * sum(
+        part.in_features + part.out_features
+        for part in spec.outer_linears
+        if is_lora_target(part, strategy.lora_targets)
+    )
+    return outer + sum(b.num_layers * layer_adapter_params(b, strategy) for b in spec.blocks)
 
 
 def retrained_params(spec: ModelSpec, strategy: Strategy) -> int:

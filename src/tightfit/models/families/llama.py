@@ -231,12 +231,13 @@ def read_gpt_oss(f: ConfigFields) -> ModelSpec:
 
 MOE_FAMILIES = (
     Family(model_types=("mixtral",), read=read_mixtral, has_liger=True),
-    Family(model_types=("granitemoe",), read=read_granitemoe),
+    Family(model_types=("granitemoe",), read=read_granitemoe, scales_logits=True),
     Family(
         model_types=("gpt_oss",),
         read=read_gpt_oss,
         has_sdpa=False,
         has_sinks=True,
+        mask_reads_positions=False,
         has_liger=True,
         gguf_name="gpt-oss",
     ),

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from tightfit.models.families import parts
 from tightfit.models.families.bloom import CHATGLM, LAYERNORM_FAMILIES
+from tightfit.models.families.dense import DENSE_FAMILIES
+from tightfit.models.families.experts import EXPERT_FAMILIES
 from tightfit.models.families.gemma import GEMMA_FAMILIES
 from tightfit.models.families.gpt import GPT_FAMILIES
 from tightfit.models.families.llama import LLAMA_FAMILIES, MOE_FAMILIES, PHI_FAMILIES
 from tightfit.models.families.parts import ConfigFields, DecoderShape
 from tightfit.models.families.qwen import QWEN_FAMILIES
+from tightfit.models.families.recurrent import RECURRENT_FAMILIES
 from tightfit.models.families.t5 import T5_FAMILIES
 from tightfit.models.family import Family, Reader
 from tightfit.models.spec import Linear, ModelSpec
@@ -66,13 +69,6 @@ def _warn(f: ConfigFields, *, is_llama: bool) -> None:
         )
 
 
-_GENERIC_FAMILIES = (
-    Family(model_types=("glm4", "ministral", "nemotron", "olmo2", "olmo3"), has_liger=True),
-    Family(model_types=("qwen3_next",), has_liger=True),
-    Family(model_types=("llama4_text",), has_flash=False, has_liger=True),
-    Family(model_types=("cohere", "cohere2"), scales_logits=True),
-)
-"""Families whose configs the generic reader reads."""
 _NOT_CAUSAL = Family(
     model_types=(
         *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie"),
@@ -97,11 +93,13 @@ FAMILIES: dict[str, Family] = {
         *QWEN_FAMILIES,
         *PHI_FAMILIES,
         *MOE_FAMILIES,
+        *DENSE_FAMILIES,
+        *EXPERT_FAMILIES,
+        *RECURRENT_FAMILIES,
         *GPT_FAMILIES,
         *LAYERNORM_FAMILIES,
         *T5_FAMILIES,
         CHATGLM,
-        *_GENERIC_FAMILIES,
         _NOT_CAUSAL,
     )
     for model_type in family.model_types
