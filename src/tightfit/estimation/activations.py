@@ -67,7 +67,13 @@ def _has_one_dtype(strategy: Strategy) -> bool:
     return is_half and (strategy.sharding.is_zero or is_gathered_half)
 
 
-COMPOSED_ACTIVATIONS = {"gelu_new": 3, "gelu_fast": 3, "gelu_python": 2, "quick_gelu": 1}
+COMPOSED_ACTIVATIONS = {
+    "gelu_new": 3,
+    "gelu_fast": 3,
+    "gelu_python": 2,
+    "quick_gelu": 1,
+    "xielu": 3,
+}
 """Extra kept tensors of activations written as several ops. Source: transformers activations.py."""
 
 
@@ -227,11 +233,12 @@ def _norm_bytes(spec: ModelSpec, block: Block, strategy: Strategy, numerics: Val
     widths = sum(block.norm_widths)
     if spec.is_parallel_residual:
         widths = max(block.norm_widths)  # both norms read the same tensor
-    if not spec.is_rms_norm or fuses_pointwise(strategy):
+    family = find_family(spec.model_type)
+    is_composed = spec.is_rms_norm or family.composes_norm
+    if not is_composed or fuses_pointwise(strategy):
         return numerics.residual * widths
     kept = 4 * widths
     if numerics.is_full:
-        family = find_family(spec.model_type)
         kept += (4 if family.keeps_norm_output_fp32 else numerics.residual) * widths
     return kept
 

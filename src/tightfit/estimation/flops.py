@@ -110,14 +110,16 @@ class StepFlops(NamedTuple):
 def sum_workload(spec: ModelSpec) -> Workload:
     """The spec's sums, computed once per spec."""
     parts = [(block.num_layers, part) for block in spec.blocks for part in block.linears]
+    outer = [(1, part) for part in spec.outer_linears]
     used = [(n * part.copies_per_token, part) for n, part in parts]
-    held = [(n * part.copies, part) for n, part in parts]
     # The gate and up projections write the inner MLP values; the down projection reads them.
     inner = sum(
         n * part.in_features
         for n, part in used
         if part.role in (Role.MLP, Role.EXPERT) and part.out_features == spec.hidden_size
     )
+    used += outer
+    held = [(n * part.copies, part) for n, part in parts + outer]
     attention = _attention_layers(spec)
     num_attentions = sum(group.num_layers for group in attention)
     head_dims = sum(group.num_layers * group.head_dim for group in attention)

@@ -178,6 +178,8 @@ class Family:
     """One projection is split and rotated: the values, a view of it, keep all of it alive."""
     composes_gelu: bool = False
     """The usual activation is `gelu_new`, which transformers writes as separate operations."""
+    composes_norm: bool = False
+    """LayerNorm is written as separate operations in fp32, as RMSNorm is elsewhere."""
     keeps_norm_output_fp32: bool = False
     """The norm multiplies in fp32, and keeps that product where its weight is trained."""
     quantizes_linears: bool = True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tightfit.models.families import parts
 from tightfit.models.families.parts import ConfigFields, DecoderShape
 from tightfit.models.family import Family
@@ -243,6 +245,7 @@ def read_starcoder2(f: ConfigFields) -> ModelSpec:
     )
 
 
+_COHERE = Family(model_types=("cohere",), read=read_cohere, scales_logits=True, composes_norm=True)
 DENSE_FAMILIES = (
     Family(model_types=("ministral",), read=read_ministral, has_liger=True),
     Family(model_types=("ministral3",), read=read_ministral3),
@@ -251,8 +254,8 @@ DENSE_FAMILIES = (
     Family(model_types=("olmo2",), read=read_olmo2, has_liger=True),
     Family(model_types=("olmo3",), read=read_olmo3, has_liger=True),
     Family(model_types=("exaone4",), read=read_exaone4, has_liger=True),
-    Family(model_types=("cohere",), read=read_cohere, scales_logits=True),
-    Family(model_types=("cohere2",), read=read_cohere2, scales_logits=True),
+    _COHERE,
+    replace(_COHERE, model_types=("cohere2",), read=read_cohere2),
     Family(model_types=("nemotron",), read=read_nemotron, has_liger=True),
     Family(model_types=("hunyuan_v1_dense",), read=read_hunyuan, has_liger=True),
     Family(model_types=("seed_oss",), read=read_seed_oss, default_attention_dropout=0.1),

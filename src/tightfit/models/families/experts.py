@@ -281,6 +281,10 @@ def read_llama4(f: ConfigFields) -> ModelSpec:
         (is_sparse(index) for index in range(stem.layers)),
         lambda sparse_layer: parts.decoder(stem, attention + (sparse if sparse_layer else dense)),
     )
+    f.warnings.append(
+        "transformers multiplies every token with all experts of Llama 4; time and memory count "
+        "the chosen ones alone."
+    )
     # A chunk is a window that does not slide: no token sees more than its length.
     chunk = f.window("attention_chunk_size", default=8192)
     return parts.make_spec(
