@@ -115,6 +115,8 @@ def _quantized_bytes(spec: ModelSpec, dtype: Dtype, double_quant: bool) -> tuple
 
 def is_lora_target(part: Linear, targets: tuple[str, ...]) -> bool:
     """Whether LoRA attaches to this matrix, by peft's rule of matching the end of the name."""
+    if not part.takes_adapter:
+        return False
     if targets == (ALL_LINEAR,):
         return part.lora_rank_factor > 0
     return part.is_module and part.name in targets

@@ -122,11 +122,11 @@ def _text_part(outer: ConfigFields) -> ConfigFields:
 
 
 def _without_adapters(block: Block, names: tuple[str, ...]) -> Block:
-    """The same layers, of which `all-linear` leaves out the modules named."""
+    """The same layers, of which the modules named take no adapter."""
     if not names:
         return block
     linears = tuple(
-        part.model_copy(update={"lora_rank_factor": 0}) if part.name in names else part
+        part.model_copy(update={"takes_adapter": False}) if part.name in names else part
         for part in block.linears
     )
     return block.model_copy(update={"linears": linears})

@@ -65,6 +65,8 @@ class Linear(_Part):
     lora_rank_factor: NonNegativeInt = 1
     """How many times the rank peft's `all-linear` gives it: 2 for a fused pair of experts'
     matrices, 0 where it finds nothing to adapt."""
+    takes_adapter: bool = True
+    """False where the modelling code reads its weight by itself, so that an adapter is ignored."""
 
     @cached_property
     def num_params(self) -> int:
@@ -213,7 +215,10 @@ class ModelSpec(_Part):
     @property
     def module_names(self) -> tuple[str, ...]:
         """Names LoRA can target, in order of appearance."""
-        return tuple(dict.fromkeys(p.name for b in self.blocks for p in b.linears if p.is_module))
+        parts = [part for block in self.blocks for part in block.linears] + [*self.outer_linears]
+        return tuple(
+            dict.fromkeys(part.name for part in parts if part.is_module and part.takes_adapter)
+        )
 
 
 # Where a model's parameters are: the count, part by part, with what is easily miscounted.

@@ -24,7 +24,7 @@ from tightfit.models.attention import (
     needs_flash_attn,
     needs_of,
 )
-from tightfit.models.families.registry import find_family
+from tightfit.models.families.registry import check_takes_adapter, find_family
 from tightfit.models.family import Family
 from tightfit.models.spec import ModelSpec
 
@@ -192,6 +192,7 @@ def check_lora_targets(spec: ModelSpec, targets: tuple[str, ...]) -> None:
     """Raise where a target is no module of this model: adapters would silently be missing."""
     known = spec.module_names
     for target in targets:
+        check_takes_adapter(spec.model_type, target)
         if target != ALL_LINEAR and target not in known:
             raise UsageError(
                 f"{spec.name} has no module `{target}`.{did_you_mean(target, known)}",

@@ -11,7 +11,7 @@ from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError, U
 from tightfit.core.settings import ALL_LINEAR
 from tightfit.core.strategy import Strategy, Training
 from tightfit.core.text import did_you_mean
-from tightfit.models.families.registry import find_family
+from tightfit.models.families.registry import check_takes_adapter, find_family
 from tightfit.runtime.libraries import silence_libraries, torch_dtype
 
 if TYPE_CHECKING:
@@ -30,9 +30,9 @@ def add_adapters(model: PreTrainedModel, strategy: Strategy, training: Training)
     from transformers.pytorch_utils import Conv1D
 
     targets = strategy.lora_targets
-    excluded = _find_excluded(model)
+    excluded = _find_excluded(model) if targets == (ALL_LINEAR,) else []
     if targets != (ALL_LINEAR,):
-        _check_targets(model, targets, excluded)
+        _check_targets(model, targets)
     is_seq2seq = bool(model.config.is_encoder_decoder)
     tying = _tie_copies(model) if strategy.train_embeddings else {}
     make_config: Any = LoraConfig  # annotated too narrowly: alpha may be a fraction
@@ -42,7 +42,7 @@ def add_adapters(model: PreTrainedModel, strategy: Strategy, training: Training)
         lora_alpha=training.scale_alpha(strategy.lora_rank),
         lora_dropout=strategy.lora_dropout,
         target_modules=ALL_LINEAR if targets == (ALL_LINEAR,) else list(targets),
-        exclude_modules=excluded if excluded and targets == (ALL_LINEAR,) else None,
+        exclude_modules=excluded or None,
         use_rslora=training.rslora,
         use_dora=strategy.dora,
         modules_to_save=embedding_names(model) if strategy.train_embeddings else None,
@@ -154,15 +154,10 @@ def _find_excluded(model: PreTrainedModel) -> list[str]:
     return [name for name in family.lora_excludes if name in there]
 
 
-def _check_targets(model: PreTrainedModel, targets: tuple[str, ...], excluded: list[str]) -> None:
+def _check_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> None:
     """Every target must name a module that takes one; peft accepts it if one of them does."""
     for target in targets:
-        if target.rpartition(".")[2] in excluded:
-            raise UsageError(
-                f"{model.config.model_type} takes no adapter on {target}: its modelling code reads "
-                "that weight by itself.",
-                remedy=f"--set lora_targets={ALL_LINEAR}, which leaves it out",
-            )
+        check_takes_adapter(model.config.get_text_config().model_type, target)
     names = [name for name, _ in model.named_modules() if name]
     known = sorted({name.rpartition(".")[2] for name in names if not name[-1].isdigit()})
     for target in targets:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from tightfit.core.errors import UsageError
 from tightfit.models.families import parts
 from tightfit.models.families.bloom import CHATGLM, LAYERNORM_FAMILIES
 from tightfit.models.families.dense import DENSE_FAMILIES
@@ -69,6 +70,19 @@ def _warn(f: ConfigFields, *, is_llama: bool) -> None:
         )
 
 
+_GENERIC_FAMILIES = (
+    Family(model_types=("zamba2",), takes_positions=False, lora_excludes=("out_proj",)),
+    Family(
+        model_types=("deepseek_v4",),
+        has_sdpa=False,
+        has_flash=False,
+        has_sinks=True,
+        takes_positions=False,
+        has_liger=True,
+        lora_excludes=("o_a_proj",),
+    ),
+)
+"""Families whose configs the generic reader reads."""
 _NOT_CAUSAL = Family(
     model_types=(
         *("bert", "bert-generation", "big_bird", "camembert", "data2vec-text", "electra", "ernie"),
@@ -100,6 +114,7 @@ FAMILIES: dict[str, Family] = {
         *LAYERNORM_FAMILIES,
         *T5_FAMILIES,
         CHATGLM,
+        *_GENERIC_FAMILIES,
         _NOT_CAUSAL,
     )
     for model_type in family.model_types
@@ -115,6 +130,16 @@ _BY_ARCHITECTURE = {
 def find_family(model_type: str) -> Family:
     """The family's record; one of defaults, with `is_known` false, where there is none."""
     return FAMILIES.get(model_type, _UNKNOWN)
+
+
+def check_takes_adapter(model_type: str, target: str) -> None:
+    """Raise for a LoRA target whose adapter the modelling code would ignore."""
+    if target.rpartition(".")[2] in find_family(model_type).lora_excludes:
+        raise UsageError(
+            f"{model_type} takes no adapter on {target}: its modelling code reads that weight by "
+            "itself.",
+            remedy="--set lora_targets=all-linear, which leaves it out",
+        )
 
 
 def find_gguf_family(architecture: str) -> Family | None:
