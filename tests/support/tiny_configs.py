@@ -139,6 +139,11 @@ TINY: dict[str, dict[str, Any]] = {
     "dots1": _WIDE | _ROUTED,
     "deepseek_v2": _SIZES | _LATENT | _ROUTED,
     "deepseek_v3": _SIZES | _LATENT | _ROUTED | {"n_group": 2, "topk_group": 1},
+    "glm4_moe_lite": _SIZES
+    | _LATENT
+    | _ROUTED
+    | {"v_head_dim": 24, "mlp_layer_types": ["sparse", "dense"]},
+    "minimax_m2": _WIDE | _EXPERTS,
     "llama4_text": _WIDE
     | _EXPERTS
     | {

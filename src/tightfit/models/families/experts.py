@@ -71,6 +71,19 @@ def read_olmoe(f: ConfigFields) -> ModelSpec:
     return parts.make_spec(stem, block)
 
 
+def read_minimax_m2(f: ConfigFields) -> ModelSpec:
+    """MiniMax M2: as OLMoE, with heads whose width stands apart."""
+    stem = parts.read_decoder_shape(f, head_dim=f.size_or_default("head_dim", default=128))
+    experts = parts.read_experts(f, inner=stem.inner, count_default=256, per_token_default=8)
+    block = parts.decoder(
+        stem,
+        parts.split_attention(stem)
+        + parts.expert_linears(stem, experts, router="gate", adapted=True),
+        head_norm_params=stem.query_width + stem.kv_width,
+    )
+    return parts.make_spec(stem, block)
+
+
 def read_granitemoeshared(f: ConfigFields) -> ModelSpec:
     """Granite 3 MoE with a shared expert, where its width is not 0."""
     stem = parts.read_decoder_shape(f)
@@ -166,6 +179,15 @@ def read_deepseek_v3(f: ConfigFields) -> ModelSpec:
     )
 
 
+def read_glm4_moe_lite(f: ConfigFields) -> ModelSpec:
+    """GLM 4.7 Flash: DeepSeek V3's layer, with values as wide as keys."""
+    usual = {"qk_nope_head_dim": 192, "v_head_dim": 256, "q_lora_rank": 768}
+    filled = f.with_values(**{key: size for key, size in usual.items() if not f.mentions(key)})
+    return _read_deepseek(
+        filled, _Routed(num_experts=64, per_token=4, shared=1, first_dense=1, inner=1536)
+    )
+
+
 class _Routed(NamedTuple):
     """What DeepSeek's line takes where a config is silent."""
 
@@ -202,9 +224,10 @@ def _read_deepseek(f: ConfigFields, defaults: _Routed) -> ModelSpec:
         parts.linear("kv_b_proj", latent, stem.heads * (nope + value_dim), role),
         parts.linear("o_proj", stem.heads * value_dim, stem.hidden, role, bias=bias),
     )
-    f.warnings.append(
-        "Attention's values are narrower than its keys; time and memory count them as wide."
-    )
+    if value_dim != nope + rope:
+        f.warnings.append(
+            "Attention's values are narrower than its keys; time and memory count them as wide."
+        )
     return _read_routed(
         f,
         stem,
@@ -248,7 +271,12 @@ def _read_routed(
             extra_params=extra_params,
         )
 
-    blocks = parts.blocks((index >= first for index in range(stem.layers)), block)
+    kinds = parts.read_layer_types(f, layers=stem.layers, key="mlp_layer_types")
+    is_sparse = [
+        index >= first if kinds is None else kinds[index] == "sparse"
+        for index in range(stem.layers)
+    ]
+    blocks = parts.blocks(is_sparse, block)
     return parts.make_spec(stem, blocks, intermediate_size=inner)
 
 
@@ -376,6 +404,8 @@ EXPERT_FAMILIES = (
     Family(model_types=("phimoe",), read=read_phimoe, lora_excludes=("router",)),
     Family(model_types=("glm4_moe",), read=read_glm4_moe),
     Family(model_types=("dots1",), read=read_dots1),
+    Family(model_types=("glm4_moe_lite",), read=read_glm4_moe_lite),
+    Family(model_types=("minimax_m2",), read=read_minimax_m2),
     _DEEPSEEK,
     replace(_DEEPSEEK, model_types=("deepseek_v3",), read=read_deepseek_v3),
     Family(
