@@ -269,6 +269,21 @@ def test_counts_names_and_shapes_equal_those_of_transformers(case: str) -> None:
     assert ours_bare == bare_parameters(model)
 
 
+@pytest.mark.parametrize("case", [*_WRITTEN, *(f"{name} tiny" for name in TINY)])
+def test_a_config_that_transformers_saved_is_read_alike(case: str) -> None:
+    """It has other names for some fields, and values that were left out."""
+    auto: Any = AutoConfig
+    spec = read_config(CASES[case], name=case, source=case)
+    saved = json.loads(auto.for_model(**CASES[case]).to_json_string())
+
+    again = read_config(saved, name=case, source=case)
+
+    assert again.blocks == spec.blocks
+    assert again.num_params == spec.num_params
+    assert again.head_dim == spec.head_dim
+    assert again.num_sliding_layers == spec.num_sliding_layers
+
+
 OUTER = {name: f"{name}_text" for name in FAMILIES if f"{name}_text" in FAMILIES}
 """Types of configs that hold a vision part beside the text part."""
 

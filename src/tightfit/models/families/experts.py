@@ -29,16 +29,16 @@ def read_qwen2_moe(f: ConfigFields) -> ModelSpec:
             stem, attention + (sparse if is_sparse else parts.gated_mlp(stem))
         ),
     )
-    window = f.window("sliding_window", default=4096)
-    is_used = window is not None and f.flag("use_sliding_window", default=False)
+    is_used = f.flag("use_sliding_window", default=False) and f.values.get("sliding_window") != 0
+    window = f.window("sliding_window", default=4096) if is_used else None
     first = min(stem.layers, f.optional_size("max_window_layers", most=parts.MAX_COUNT) or 28)
     sliding = parts.count_sliding(f, layers=stem.layers, otherwise=(first + 1) // 2)
     return parts.make_spec(
         stem,
         blocks,
         intermediate_size=experts.inner,
-        sliding_window=window if is_used else None,
-        num_sliding_layers=sliding if is_used else 0,
+        sliding_window=window,
+        num_sliding_layers=sliding if window else 0,
     )
 
 

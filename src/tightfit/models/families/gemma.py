@@ -110,12 +110,7 @@ def read_gemma4(f: ConfigFields) -> ModelSpec:
         f, head_dim=f.size_or_default("head_dim", default=256), activation=_TANH
     )
     shares_values = f.flag("attention_k_eq_v", default=False)
-    kv_heads = f.optional_size("num_global_key_value_heads", most=parts.MAX_COUNT)
-    wide = replace(
-        narrow,
-        head_dim=f.size_or_default("global_head_dim", default=512),
-        kv_heads=kv_heads if kv_heads and shares_values else narrow.kv_heads,
-    )
+    wide = _read_wide_shape(f, narrow, shares_values=shares_values)
     given = parts.read_layer_types(f, layers=narrow.layers)
     slides = [
         (at + 1) % 6 != 0 if given is None else given[at] == "sliding_attention"
@@ -173,6 +168,21 @@ def read_gemma4(f: ConfigFields) -> ModelSpec:
         num_sliding_layers=sum(kind.slides for kind in kinds) if window else 0,
         has_logit_softcap=f.has("final_logit_softcapping"),
     )
+
+
+def _read_wide_shape(f: ConfigFields, narrow: DecoderShape, *, shares_values: bool) -> DecoderShape:
+    """Of layers that see everything: named once, or by layer in a config that was saved again."""
+    by_layer = f.part("per_layer_config")
+    if by_layer is not None:
+        last = by_layer.part(str(narrow.layers - 1))
+        head_dim = last.optional_size("head_dim") if last else None
+        kv_heads = last.optional_size("num_key_value_heads", most=parts.MAX_COUNT) if last else None
+        head_dim = head_dim or narrow.head_dim
+    else:
+        head_dim = f.size_or_default("global_head_dim", default=512)
+        kv_heads = f.optional_size("num_global_key_value_heads", most=parts.MAX_COUNT)
+        kv_heads = kv_heads if shares_values else None
+    return replace(narrow, head_dim=head_dim, kv_heads=kv_heads or narrow.kv_heads)
 
 
 def _read_gemma4_experts(f: ConfigFields, stem: DecoderShape) -> tuple[Linear, ...]:
