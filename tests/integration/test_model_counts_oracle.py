@@ -25,6 +25,7 @@ from tightfit.models.config import read_config
 from tightfit.models.families.registry import FAMILIES
 from tightfit.models.gguf import read_gguf_model
 from tightfit.models.spec import ModelSpec
+from tiny_configs import TINY, tiny_config
 
 _WITHOUT_A_CLASS = {"baichuan", "chatglm", "qwen", "RefinedWeb", "RefinedWebModel"}
 """Families whose code lives on the hub only, and old names of one that moved."""
@@ -133,6 +134,40 @@ _WRITTEN: dict[str, dict[str, Any]] = {
         "eos_token_id": 2,
         "bos_token_id": 1,
     },
+    "deepseek_v2 without a latent query": tiny_config("deepseek_v2") | {"q_lora_rank": None},
+    "gemma4 with experts": tiny_config("gemma4_text")
+    | {
+        "enable_moe_block": True,
+        "num_experts": 6,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 24,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "num_kv_shared_layers": 0,
+        "hidden_size_per_layer_input": 0,
+    },
+    "granitemoehybrid without experts": tiny_config("granitemoehybrid")
+    | {"num_local_experts": 0, "attention_bias": True, "mamba_proj_bias": True},
+    "falcon_h1 with biases": tiny_config("falcon_h1")
+    | {
+        "mamba_d_ssm": None,
+        "mamba_rms_norm": True,
+        "projectors_bias": True,
+        "mamba_conv_bias": False,
+        "mlp_bias": True,
+    },
+    "nemotron_h with a latent": tiny_config("nemotron_h")
+    | {"moe_latent_size": 20, "mlp_bias": True, "use_bias": True},
+    "lfm2 with a stated width": tiny_config("lfm2")
+    | {"block_ff_dim": 100, "block_ffn_dim_multiplier": 1.3, "conv_bias": True},
+    "mamba with biases": tiny_config("mamba") | {"use_bias": True, "use_conv_bias": False},
+    "mamba2 with biases": tiny_config("mamba2") | {"use_bias": True, "use_conv_bias": False},
+    "llama4 with experts everywhere": tiny_config("llama4_text") | {"interleave_moe_layer_step": 1},
+    "ernie4_5_moe without shared experts": tiny_config("ernie4_5_moe")
+    | {"moe_num_shared_experts": 0, "use_bias": True, "moe_layer_start_index": 0},
+    "ernie4_5 with biases": tiny_config("ernie4_5") | {"use_bias": True},
+    "cohere without head norms": tiny_config("cohere") | {"use_qk_norm": False},
+    "qwen2_moe every other layer": tiny_config("qwen2_moe") | {"decoder_sparse_step": 2},
     "t5 gated": _SMALL_T5
     | {"model_type": "t5", "feed_forward_proj": "gated-gelu", "num_decoder_layers": 3},
     "mt5": _SMALL_T5 | {"model_type": "mt5", "feed_forward_proj": "gated-gelu"},
@@ -146,7 +181,14 @@ def catalogue_config(name: str) -> dict[str, Any]:
     return config
 
 
-CASES = {name: catalogue_config(name) for name in _CATALOGUED} | _WRITTEN
+CASES = (
+    {name: catalogue_config(name) for name in _CATALOGUED}
+    | _WRITTEN
+    | {f"{name} tiny": tiny_config(name) for name in TINY}
+)
+
+
+_NULL_HAS_A_MEANING = {"q_lora_rank", "mamba_d_ssm"}
 
 
 def build(config: dict[str, Any]) -> nn.Module:
@@ -154,7 +196,8 @@ def build(config: dict[str, Any]) -> nn.Module:
     values = {
         key: value
         for key, value in config.items()
-        if key not in {"model_type", "quantization_config", "auto_map"} and value is not None
+        if key not in {"model_type", "quantization_config", "auto_map"}
+        and (value is not None or key in _NULL_HAS_A_MEANING)
     }
     real = AutoConfig.for_model(config["model_type"], **values)
     kind: Any = AutoModelForSeq2SeqLM if real.is_encoder_decoder else AutoModelForCausalLM
@@ -186,15 +229,19 @@ def our_linears(spec: ModelSpec) -> Counter[tuple[str, int, int, bool]]:
 
 
 def bare_parameters(model: nn.Module) -> int:
-    """Elements of experts and routers: in the layers, two- or three-dimensional, not linear."""
+    """Elements of experts and routers in the layers that are not linear modules, but for the
+    vectors that weigh experts beside them."""
     linear = {
-        id(module.weight) for module in model.modules() if isinstance(module, (nn.Linear, Conv1D))
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, (nn.Linear, Conv1D))
+        for parameter in module.parameters(recurse=False)
     }
     return sum(
         parameter.numel()
         for path, parameter in model.named_parameters()
         if re.search(r"\.\d+\.", path)
-        and ("experts." in path or re.search(r"\.(gate|router)\.", path))
+        and ("experts." in path or re.search(r"\.(gate|router)\.(weight|bias)", path))
         and id(parameter) not in linear
     )
 
@@ -207,6 +254,14 @@ def test_counts_names_and_shapes_equal_those_of_transformers(case: str) -> None:
 
     assert spec.num_params == sum(parameter.numel() for parameter in model.parameters())
     assert our_linears(spec) == real_linears(model)
+    kinds = getattr(model.config, "layer_types", None)
+    if kinds and spec.sliding_window:
+        narrow = ("sliding_attention", "chunked_attention")
+        assert spec.num_sliding_layers == sum(kind in narrow for kind in kinds)
+    if kinds:
+        attends = {"full_attention", "sliding_attention", "chunked_attention", "hybrid"}
+        ours = sum(block.num_layers for block in spec.blocks if block.attends)
+        assert ours == sum(kind in attends for kind in kinds)
     ours_bare = sum(
         block.num_layers * sum(part.num_params for part in block.linears if not part.is_module)
         for block in spec.blocks
@@ -214,13 +269,41 @@ def test_counts_names_and_shapes_equal_those_of_transformers(case: str) -> None:
     assert ours_bare == bare_parameters(model)
 
 
-def test_every_family_that_transformers_has_is_covered() -> None:
-    covered = {config["model_type"] for config in CASES.values()}
-    with_a_class = (
-        {name for name, family in FAMILIES.items() if family.read} - _WITHOUT_A_CLASS - {"gemma3"}
-    )
+@pytest.mark.parametrize("case", [*_WRITTEN, *(f"{name} tiny" for name in TINY)])
+def test_a_config_that_transformers_saved_is_read_alike(case: str) -> None:
+    """It has other names for some fields, and values that were left out."""
+    auto: Any = AutoConfig
+    spec = read_config(CASES[case], name=case, source=case)
+    saved = json.loads(auto.for_model(**CASES[case]).to_json_string())
 
-    assert with_a_class <= covered
+    again = read_config(saved, name=case, source=case)
+
+    assert again.blocks == spec.blocks
+    assert again.num_params == spec.num_params
+    assert again.head_dim == spec.head_dim
+    assert again.num_sliding_layers == spec.num_sliding_layers
+
+
+OUTER = {name: f"{name}_text" for name in FAMILIES if f"{name}_text" in FAMILIES}
+"""Types of configs that hold a vision part beside the text part."""
+
+
+@pytest.mark.parametrize("name", OUTER)
+def test_the_text_part_is_read(name: str) -> None:
+    text = tiny_config(OUTER[name]) | {"tie_word_embeddings": False}
+    expected = read_config(text, name="", source="")
+
+    spec = read_config({"model_type": name, "text_config": text}, name="", source="")
+
+    assert spec.blocks == expected.blocks
+    assert spec.num_params == expected.num_params
+    assert FAMILIES[name].read is FAMILIES[OUTER[name]].read
+
+
+def test_every_family_that_transformers_has_is_covered() -> None:
+    readable = {name for name, family in FAMILIES.items() if family.read}
+
+    assert readable - _WITHOUT_A_CLASS - OUTER.keys() == TINY.keys()
     assert len(CASES) >= 50
 
 

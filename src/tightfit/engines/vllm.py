@@ -218,7 +218,7 @@ def open_vllm(request: EngineRequest, *, why: str) -> VllmEngine:
     weights = "bf16" if request.weights is None else request.weights.value
     if artefact.kind is ArtefactKind.GPTQ:
         weights = f"gptq-{read_gptq_bits(artefact)}"
-    layers = sum(block.num_layers for block in spec.blocks if block.kind == "decoder")
+    layers = sum(b.num_layers for b in spec.blocks if b.kind == "decoder" and b.attends)
     info = EngineInfo(
         engine="vllm",
         version=str(vllm.__version__),

@@ -67,7 +67,13 @@ def _has_one_dtype(strategy: Strategy) -> bool:
     return is_half and (strategy.sharding.is_zero or is_gathered_half)
 
 
-COMPOSED_ACTIVATIONS = {"gelu_new": 3, "gelu_fast": 3, "gelu_python": 2, "quick_gelu": 1}
+COMPOSED_ACTIVATIONS = {
+    "gelu_new": 3,
+    "gelu_fast": 3,
+    "gelu_python": 2,
+    "quick_gelu": 1,
+    "xielu": 3,
+}
 """Extra kept tensors of activations written as several ops. Source: transformers activations.py."""
 
 
@@ -91,18 +97,19 @@ def estimate_layer_bytes(
 
     Scope: decoder and encoder layers of the families in `models/families`,
     dense or with experts, eager or fused attention. Leaves out dropout masks
-    and padding masks.
+    and padding masks, and the scan of linear attention and Mamba.
     """
     numerics = find_value_widths(spec, strategy, is_cpu=is_cpu)
     norms = _norm_bytes(spec, block, strategy, numerics)
     attention = _attention_bytes(spec, block, strategy, numerics)
+    attention += _mixer_bytes(block, strategy, numerics)
     mlp = _mlp_bytes(spec, block, strategy, numerics)
     inputs = _context_bytes(spec, block, strategy, numerics)
     held = _held_input_bytes(block, strategy, numerics, is_recomputed=False)
     saved = norms + attention + mlp + held + _outlier_bytes(block, strategy)
     saved += _dora_bytes(block, strategy, numerics) + augmented_token_bytes(spec, block, strategy)
     mlp_peak = saved + _mlp_working(spec, block, numerics)
-    attention_peak = saved - mlp + _attention_working(spec, strategy, numerics)
+    attention_peak = saved - mlp + _attention_working(spec, block, strategy, numerics)
     return LayerBytes(
         saved=saved,
         checkpoint=numerics.residual * spec.hidden_size
@@ -119,7 +126,7 @@ def cache_bytes(spec: ModelSpec, block: Block, strategy: Strategy) -> int:
     Views of a fused projection keep all of it. Source: transformers 4.48 modeling_gpt_bigcode,
     which fills the cache under gradient checkpointing too.
     """
-    if not strategy.quirks.use_cache:
+    if not strategy.quirks.use_cache or not block.attends:
         return 0
     first = next((part for part in block.linears if part.role is Role.ATTENTION), None)
     if first is None:
@@ -228,11 +235,12 @@ def _norm_bytes(spec: ModelSpec, block: Block, strategy: Strategy, numerics: Val
     widths = sum(block.norm_widths)
     if spec.is_parallel_residual:
         widths = max(block.norm_widths)  # both norms read the same tensor
-    if not spec.is_rms_norm or fuses_pointwise(strategy):
+    family = find_family(spec.model_type)
+    is_composed = spec.is_rms_norm or family.composes_norm
+    if not is_composed or fuses_pointwise(strategy):
         return numerics.residual * widths
     kept = 4 * widths
     if numerics.is_full:
-        family = find_family(spec.model_type)
         kept += (4 if family.keeps_norm_output_fp32 else numerics.residual) * widths
     return kept
 
@@ -273,9 +281,9 @@ def _attention_bytes(
         parts = [part for part in block.linears if part.role is role]
         if not parts:
             continue
-        total += _input_bytes(parts[:-1], spec.hidden_size, strategy, numerics)
-        total += _score_bytes(spec, strategy, numerics)
-        context = spec.num_heads * spec.head_dim
+        total += _shared_input_bytes(parts[:-1], strategy, numerics)
+        total += _score_bytes(spec, block, strategy, numerics)
+        context = parts[-1].in_features
         output = _input_bytes(parts[-1:], context, strategy, numerics)
         # Fused attention keeps its own output already; a copy cast for an adapter is another.
         is_fused = not _is_eager(spec, strategy)
@@ -285,9 +293,31 @@ def _attention_bytes(
             else output + (numerics.value * context if is_fused else 0)
         )
     if block.head_norm_params:
-        heads = (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+        heads = (spec.num_heads + spec.num_kv_heads) * (block.head_dim or spec.head_dim)
         total += (4 + (numerics.value if numerics.is_full else 0)) * heads
     return total
+
+
+def _shared_input_bytes(parts: list[Linear], strategy: Strategy, numerics: ValueWidths) -> int:
+    """As `_input_bytes`, of matrices that read the same tensor where their inputs are as wide."""
+    return sum(
+        _input_bytes([p for p in parts if p.in_features == width], width, strategy, numerics)
+        for width in {part.in_features for part in parts}
+    )
+
+
+MIXER_COPIES = 3
+"""Tensors kept of each value that a mixer projects: the convolution's input, its result and the
+activation of that, which the scan reads. Source: transformers modeling_qwen3_next, modeling_bamba;
+not measured."""
+
+
+def _mixer_bytes(block: Block, strategy: Strategy, numerics: ValueWidths) -> int:
+    """Inputs and outputs of the projections of linear attention, Mamba or a convolution."""
+    parts = [part for part in block.linears if part.role is Role.MIXER]
+    projected = sum(part.out_features for part in parts[:-1])
+    inputs = _shared_input_bytes(parts, strategy, numerics)
+    return inputs + MIXER_COPIES * numerics.value * projected
 
 
 def _casts(strategy: Strategy, numerics: ValueWidths) -> bool:
@@ -355,11 +385,12 @@ def find_unfused_attention(
     return "math" if _uses_math_kernel(spec, strategy, numerics) else None
 
 
-def _score_bytes(spec: ModelSpec, strategy: Strategy, numerics: ValueWidths) -> int:
+def _score_bytes(spec: ModelSpec, block: Block, strategy: Strategy, numerics: ValueWidths) -> int:
     """Queries, keys, values and, when eager, the S x S probabilities."""
-    query = spec.num_heads * spec.head_dim
+    head_dim = block.head_dim or spec.head_dim
+    query = spec.num_heads * head_dim
     repeated = _repeated_fraction(spec, strategy) * (spec.num_heads - spec.num_kv_heads)
-    key = round((spec.num_kv_heads + repeated) * spec.head_dim)
+    key = round((spec.num_kv_heads + repeated) * head_dim)
     # The values are a view that keeps the whole projection alive, where queries and keys are
     # rotated copies. Falcon without grouped heads uses ALiBi instead.
     family = find_family(spec.model_type)
@@ -427,9 +458,14 @@ def _mlp_working(spec: ModelSpec, block: Block, numerics: ValueWidths) -> int:
     return 2 * numerics.value * width + 2 * numerics.residual * spec.hidden_size
 
 
-def _attention_working(spec: ModelSpec, strategy: Strategy, numerics: ValueWidths) -> int:
+def _attention_working(
+    spec: ModelSpec, block: Block, strategy: Strategy, numerics: ValueWidths
+) -> int:
     """Gradients of queries, keys and values; eager adds those of the scores, in fp32."""
-    query = spec.num_heads * spec.head_dim
+    if not block.attends:
+        projected = sum(part.out_features for part in block.linears if part.role is Role.MIXER)
+        return 2 * numerics.value * projected + 2 * numerics.residual * spec.hidden_size
+    query = spec.num_heads * (block.head_dim or spec.head_dim)
     fused = 4 * numerics.value * query + 2 * numerics.residual * spec.hidden_size
     if not _is_eager(spec, strategy) and not _uses_math_kernel(spec, strategy, numerics):
         return fused

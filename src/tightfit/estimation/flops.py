@@ -18,6 +18,7 @@ class AttentionLayers(NamedTuple):
 
     num_layers: int
     causal: bool
+    head_dim: int
     window: int | None = None
     """Positions a token sees at most, itself included."""
 
@@ -109,16 +110,19 @@ class StepFlops(NamedTuple):
 def sum_workload(spec: ModelSpec) -> Workload:
     """The spec's sums, computed once per spec."""
     parts = [(block.num_layers, part) for block in spec.blocks for part in block.linears]
+    outer = [(1, part) for part in spec.outer_linears]
     used = [(n * part.copies_per_token, part) for n, part in parts]
-    held = [(n * part.copies, part) for n, part in parts]
     # The gate and up projections write the inner MLP values; the down projection reads them.
     inner = sum(
         n * part.in_features
         for n, part in used
         if part.role in (Role.MLP, Role.EXPERT) and part.out_features == spec.hidden_size
     )
+    used += outer
+    held = [(n * part.copies, part) for n, part in parts + outer]
     attention = _attention_layers(spec)
     num_attentions = sum(group.num_layers for group in attention)
+    head_dims = sum(group.num_layers * group.head_dim for group in attention)
     return Workload(
         num_layers=spec.num_layers,
         num_norms=sum(b.num_layers * len(b.norm_widths) for b in spec.blocks),
@@ -144,8 +148,8 @@ def sum_workload(spec: ModelSpec) -> Workload:
             n * part.in_features * part.out_features for n, part in held if part.role is Role.EXPERT
         ),
         mlp_width_used=inner,
-        query_width=num_attentions * spec.num_heads * spec.head_dim,
-        key_width=num_attentions * spec.num_kv_heads * spec.head_dim,
+        query_width=spec.num_heads * head_dims,
+        key_width=spec.num_kv_heads * head_dims,
         num_attentions=num_attentions,
         attention=attention,
         head_weights=spec.hidden_size * spec.vocab_size,
@@ -169,18 +173,20 @@ def _sum_inputs(block: Block) -> int:
 
 def _attention_layers(spec: ModelSpec) -> tuple[AttentionLayers, ...]:
     """Encoder and cross attention see everything, decoder layers the past or a window of it."""
-    encoder = sum(b.num_layers for b in spec.blocks if b.kind == "encoder")
-    decoder = spec.num_layers - encoder
+    blocks = [block for block in spec.blocks if block.attends]
+    encoder = sum(b.num_layers for b in blocks if b.kind == "encoder")
+    decoder = sum(b.num_layers for b in blocks) - encoder
     crossing = sum(
-        b.num_layers
-        for b in spec.blocks
-        if any(part.role is Role.CROSS_ATTENTION for part in b.linears)
+        b.num_layers for b in blocks if any(part.role is Role.CROSS_ATTENTION for part in b.linears)
     )
     sliding = min(spec.num_sliding_layers, decoder) if spec.sliding_window is not None else 0
+    narrow = next((b.head_dim for b in blocks if b.head_dim is not None), spec.head_dim)
     groups = (
-        AttentionLayers(num_layers=decoder - sliding, causal=True),
-        AttentionLayers(num_layers=sliding, causal=True, window=spec.sliding_window),
-        AttentionLayers(num_layers=encoder + crossing, causal=False),
+        AttentionLayers(num_layers=decoder - sliding, causal=True, head_dim=spec.head_dim),
+        AttentionLayers(
+            num_layers=sliding, causal=True, head_dim=narrow, window=spec.sliding_window
+        ),
+        AttentionLayers(num_layers=encoder + crossing, causal=False, head_dim=spec.head_dim),
     )
     return tuple(group for group in groups if group.num_layers)
 
@@ -236,15 +242,16 @@ def estimate_forward_flops(
     """
     work = sum_workload(spec)
     tokens = num_sequences * seq_len
-    pairs = sum(
+    products = sum(
         group.num_layers
+        * spec.num_heads
+        * group.head_dim
         * count_pairs(seq_len, causal=group.causal and skip_masked, window=group.window)
         for group in work.attention
     )
-    width = work.query_width / work.num_attentions if work.num_attentions else 0.0
     return PassFlops(
         linear=2.0 * tokens * work.weights_used,
-        attention=4.0 * num_sequences * pairs * width,
+        attention=4.0 * num_sequences * products,
         head=2.0 * tokens * work.head_weights,
     )
 

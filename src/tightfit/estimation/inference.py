@@ -188,15 +188,16 @@ def kv_row_bytes(spec: ModelSpec, num_tokens: int, value_bytes: int = 2) -> int:
     """Keys and values of every layer for one row of `num_tokens`.
 
     Layers with a sliding window keep no more than the window. An encoder-decoder's decoder keeps
-    the encoder's side too.
+    the encoder's side too. Leaves out the state of linear attention and Mamba, whose size does
+    not grow with the tokens.
     """
-    per_token = 2 * spec.num_kv_heads * spec.head_dim * value_bytes
-    decoder_layers = sum(b.num_layers for b in spec.blocks if b.kind == "decoder")
-    sliding = min(spec.num_sliding_layers, decoder_layers)
-    window = min(num_tokens, spec.sliding_window or num_tokens)
-    slots = (decoder_layers - sliding) * num_tokens + sliding * window
-    cross = decoder_layers * num_tokens if spec.is_encoder_decoder else 0
-    return (slots + cross) * per_token
+    slots = 0
+    for group in sum_workload(spec).attention:
+        if group.causal:
+            kept = min(num_tokens, group.window or num_tokens)
+            times = 2 if spec.is_encoder_decoder else 1
+            slots += times * group.num_layers * group.head_dim * kept
+    return 2 * spec.num_kv_heads * slots * value_bytes
 
 
 def estimate_read_fraction(spec: ModelSpec, *, num_active: float) -> float:
@@ -226,17 +227,18 @@ def estimate_answer_flops(
     """
     work = sum_workload(spec)
     num_read = num_prompt + max(num_new - 1, 0)
-    pairs = sum(
+    products = sum(
         group.num_layers
+        * spec.num_heads
+        * group.head_dim
         * (
             count_pairs(num_read, causal=group.causal, window=group.window)
             - count_pairs(num_cached, causal=group.causal, window=group.window)
         )
         for group in work.attention
     )
-    width = work.query_width / work.num_attentions if work.num_attentions else 0.0
     linear = 2.0 * (num_read - num_cached) * work.weights_used
-    return linear + 4.0 * pairs * width + 2.0 * num_new * work.head_weights
+    return linear + 4.0 * products + 2.0 * num_new * work.head_weights
 
 
 def _pass_times(spec: ModelSpec, job: InferenceJob, gpu: Gpu) -> dict[str, float]:

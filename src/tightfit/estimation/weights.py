@@ -115,6 +115,8 @@ def _quantized_bytes(spec: ModelSpec, dtype: Dtype, double_quant: bool) -> tuple
 
 def is_lora_target(part: Linear, targets: tuple[str, ...]) -> bool:
     """Whether LoRA attaches to this matrix, by peft's rule of matching the end of the name."""
+    if not part.takes_adapter:
+        return False
     if ALL_LINEAR in targets:
         return part.lora_rank_factor > 0 and (part.is_module or EXPERTS in targets)
     return part.is_module and part.name in targets
@@ -145,7 +147,12 @@ def adapter_params(spec: ModelSpec, strategy: Strategy) -> int:
     """LoRA values of the whole model, retrained embeddings left out."""
     if strategy.method is not Method.LORA:
         return 0
-    return sum(b.num_layers * layer_adapter_params(b, strategy) for b in spec.blocks)
+    outer = strategy.lora_rank * sum(
+        part.in_features + part.out_features
+        for part in spec.outer_linears
+        if is_lora_target(part, strategy.lora_targets)
+    )
+    return outer + sum(b.num_layers * layer_adapter_params(b, strategy) for b in spec.blocks)
 
 
 def retrained_params(spec: ModelSpec, strategy: Strategy) -> int:

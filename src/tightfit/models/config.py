@@ -17,7 +17,7 @@ from tightfit.models.attention import read_attention_extras
 from tightfit.models.families.parts import ConfigFields, shown
 from tightfit.models.families.registry import find_family, read_generic, reader_for
 from tightfit.models.family import Reader
-from tightfit.models.spec import ModelSpec
+from tightfit.models.spec import Block, ModelSpec
 
 MAX_CONFIG_BYTES = 64 * 1024**2
 """The largest public config.json (with label lists) is below 1 MiB."""
@@ -47,16 +47,15 @@ def read_config(
             f"{source}: {error.errors()[0]['loc']}: {error.errors()[0]['msg']}.",
             remedy="correct the config, or name a model that `tightfit models` lists",
         ) from error
+    family = find_family(model_type)
     return spec.model_copy(
         update={
             "model_type": model_type or spec.model_type,
+            "blocks": tuple(
+                _without_adapters(block, family.lora_excludes) for block in spec.blocks
+            ),
             "attention_extras": tuple(
-                sorted(
-                    {
-                        *spec.attention_extras,
-                        *read_attention_extras(inner.values, find_family(model_type)),
-                    }
-                )
+                sorted({*spec.attention_extras, *read_attention_extras(inner.values, family)})
             ),
             "warnings": tuple(dict.fromkeys(outer.warnings)),
             "stored_dtype": packed if is_quantized else dtype,
@@ -129,6 +128,17 @@ def _text_part(outer: ConfigFields) -> ConfigFields:
             outer.warnings.append("Only the language model is counted, not vision or audio parts.")
             return inner.with_fallback(outer, "tie_word_embeddings")
     return outer
+
+
+def _without_adapters(block: Block, names: tuple[str, ...]) -> Block:
+    """The same layers, of which the modules named take no adapter."""
+    if not names:
+        return block
+    linears = tuple(
+        part.model_copy(update={"takes_adapter": False}) if part.name in names else part
+        for part in block.linears
+    )
+    return block.model_copy(update={"linears": linears})
 
 
 def _stored_dtype(f: ConfigFields) -> Dtype | None:

@@ -181,7 +181,8 @@ class Family:
     has_sdpa: bool = True
     """`_supports_sdpa` of the model class."""
     has_flash: bool = True
-    """`_supports_flash_attn` of the model class."""
+    """`_supports_flash_attn` of the model class. False too where values are narrower than keys, as
+    flash-attention over packed documents cannot have them."""
     accepts_custom_attention: bool = True
     """Attention is looked up by name, so that ours can be registered. False: the modelling code
     has classes of its own for each attention."""
@@ -203,7 +204,9 @@ class Family:
 
     # Packing
     takes_positions: bool = True
-    """The model's forward takes `position_ids`, by which packed documents are told apart."""
+    """The model's forward takes `position_ids`, by which packed documents are told apart. False
+    too where the state of linear attention or Mamba runs on from one document to the next, and
+    where chunks are counted from the start of the row."""
     mask_reads_positions: bool = True
     """The causal mask is made with the positions. False: only attention that is given document
     bounds keeps packed documents apart."""
@@ -220,6 +223,8 @@ class Family:
     """One projection is split and rotated: the values, a view of it, keep all of it alive."""
     composes_gelu: bool = False
     """The usual activation is `gelu_new`, which transformers writes as separate operations."""
+    composes_norm: bool = False
+    """LayerNorm is written as separate operations in fp32, as RMSNorm is elsewhere."""
     keeps_norm_output_fp32: bool = False
     """The norm multiplies in fp32, and keeps that product where its weight is trained."""
     quantizes_linears: bool = True
@@ -228,6 +233,11 @@ class Family:
     """Its linear layers are `nn.Linear`, which fp8 products replace."""
     casts_to_weight_dtype: bool = False
     """Activations are cast to the dtype of the stored matrix, which must not be fp8."""
+
+    # LoRA
+    lora_excludes: tuple[str, ...] = ()
+    """Modules whose weight the modelling code reads by itself, so that an adapter on them is
+    ignored, or fails."""
 
     # fp16
     overflows_fp16: bool = False

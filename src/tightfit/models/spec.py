@@ -43,6 +43,8 @@ class Role(str, Enum):
     MLP = "mlp"
     EXPERT = "expert"
     ROUTER = "router"
+    MIXER = "mixer"
+    """Linear attention, Mamba or a short convolution: mixes tokens without softmax attention."""
 
 
 class Linear(_Part):
@@ -63,6 +65,8 @@ class Linear(_Part):
     lora_rank_factor: NonNegativeInt = 1
     """How many times the rank peft's `all-linear` gives it: 2 for a fused pair of experts'
     matrices, 0 where it finds nothing to adapt."""
+    takes_adapter: bool = True
+    """False where the modelling code reads its weight by itself, so that an adapter is ignored."""
 
     @cached_property
     def num_params(self) -> int:
@@ -70,7 +74,7 @@ class Linear(_Part):
 
 
 class Block(_Part):
-    """A run of identical layers."""
+    """Identical layers, side by side or not."""
 
     kind: str
     """`decoder` or `encoder`."""
@@ -82,7 +86,14 @@ class Block(_Part):
     head_norm_params: NonNegativeInt = 0
     """Elements of norms over single heads (query/key norm)."""
     extra_params: NonNegativeInt = 0
-    """Anything else in one layer: attention sinks, expert biases, ..."""
+    """Anything else in one layer: attention sinks, expert biases, convolutions, ..."""
+    head_dim: PositiveInt | None = None
+    """Width of its heads, where layers with a window have narrower ones than the others."""
+
+    @cached_property
+    def attends(self) -> bool:
+        """Whether its layers have softmax attention, and so keep keys and values."""
+        return any(part.role is Role.ATTENTION for part in self.linears)
 
     @cached_property
     def norm_params(self) -> int:
@@ -113,7 +124,8 @@ class ModelSpec(_Part):
     num_kv_heads: PositiveInt
     """Equal to `num_heads` for MHA, 1 for MQA, in between for GQA."""
     head_dim: PositiveInt
-    """Read, never derived: some models set it apart from `hidden_size / num_heads`."""
+    """Read, never derived: some models set it apart from `hidden_size / num_heads`. The widest,
+    where layers differ (`Block.head_dim`)."""
     intermediate_size: PositiveInt
     """Width inside the MLP, of one expert where there are experts."""
     blocks: tuple[Block, ...]
@@ -133,6 +145,9 @@ class ModelSpec(_Part):
     """Learned position embeddings, or relative-position tables."""
     outer_params: NonNegativeInt = 0
     """Outside blocks, embeddings and head: final norms, embedding norms."""
+    outer_linears: tuple[Linear, ...] = ()
+    """Linear modules among the outer parameters, the head left out: quantized loading packs them,
+    and peft's `all-linear` adapts them."""
     max_positions: PositiveInt | None = None
     sliding_window: PositiveInt | None = None
     num_sliding_layers: NonNegativeInt = 0
@@ -189,8 +204,9 @@ class ModelSpec(_Part):
 
     @cached_property
     def linear_params(self) -> int:
-        """Weights of the linear layers inside the blocks: what 4- and 8-bit loading packs."""
-        return sum(
+        """Weights of the linear layers but the head: what 4- and 8-bit loading packs."""
+        outer = sum(part.in_features * part.out_features for part in self.outer_linears)
+        return outer + sum(
             block.num_layers
             * sum(p.copies * p.in_features * p.out_features for p in block.linears if p.is_module)
             for block in self.blocks
@@ -199,7 +215,10 @@ class ModelSpec(_Part):
     @property
     def module_names(self) -> tuple[str, ...]:
         """Names LoRA can target, in order of appearance."""
-        return tuple(dict.fromkeys(p.name for b in self.blocks for p in b.linears if p.is_module))
+        parts = [part for block in self.blocks for part in block.linears] + [*self.outer_linears]
+        return tuple(
+            dict.fromkeys(part.name for part in parts if part.is_module and part.takes_adapter)
+        )
 
 
 # Where a model's parameters are: the count, part by part, with what is easily miscounted.
@@ -232,7 +251,7 @@ def explain_parameter_count(spec: ModelSpec) -> list[ParameterCount]:
     other = spec.outer_params + sum(b.num_layers * b.extra_params for b in blocks)
     rows += [
         ("norms", sum(b.num_layers * b.norm_params for b in blocks), _norm_note(spec)),
-        ("other", other, "last and embedding norms, projections, attention sinks"),
+        ("other", other, "last and embedding norms, projections, attention sinks, convolutions"),
         ("lm_head", spec.lm_head_params, _head_note(spec)),
     ]
     return [

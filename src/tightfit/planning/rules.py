@@ -24,7 +24,7 @@ from tightfit.models.attention import (
     needs_flash_attn,
     needs_of,
 )
-from tightfit.models.families.registry import find_family
+from tightfit.models.families.registry import check_takes_adapter, find_family
 from tightfit.models.family import Family
 from tightfit.models.spec import ModelSpec
 
@@ -196,6 +196,7 @@ def check_lora_targets(spec: ModelSpec, targets: tuple[str, ...]) -> None:
         _check_experts(spec, targets)
         words.append(EXPERTS)
     for target in targets:
+        check_takes_adapter(spec.model_type, target)
         if target not in words and target not in known:
             raise UsageError(
                 f"{spec.name} has no module `{target}`.{did_you_mean(target, known)}",
@@ -500,8 +501,8 @@ JOB_RULES = _group(
         lambda c, s: (
             s.loss is Loss.FUSED and not s.fused_kernels and not can_fuse_head_and_loss(c.spec)
         ),
-        "{m.model_type} makes all logits itself, so head and loss cannot be fused; use the plain or "
-        "chunked loss",
+        "{m.model_type} makes all logits itself, so head and loss cannot be fused: use the plain "
+        "or chunked loss",
         _LIGER,
     ),
     Rule(

@@ -11,6 +11,7 @@ from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError, U
 from tightfit.core.settings import ALL_LINEAR, EXPERTS
 from tightfit.core.strategy import Strategy, Training
 from tightfit.core.text import did_you_mean
+from tightfit.models.families.registry import check_takes_adapter, find_family
 from tightfit.runtime.libraries import silence_libraries, torch_dtype
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ def add_adapters(model: PreTrainedModel, strategy: Strategy, training: Training)
     from transformers.pytorch_utils import Conv1D
 
     targets = strategy.lora_targets
+    excluded = _find_excluded(model) if ALL_LINEAR in targets else []
     if ALL_LINEAR not in targets:
         _check_targets(model, targets)
     is_seq2seq = bool(model.config.is_encoder_decoder)
@@ -40,6 +42,7 @@ def add_adapters(model: PreTrainedModel, strategy: Strategy, training: Training)
         lora_alpha=training.scale_alpha(strategy.lora_rank),
         lora_dropout=strategy.lora_dropout,
         target_modules=_list_targets(model, targets),
+        exclude_modules=excluded or None,
         use_rslora=training.rslora,
         use_dora=strategy.dora,
         modules_to_save=embedding_names(model) if strategy.train_embeddings else None,
@@ -177,8 +180,17 @@ def _names_for_experts(model_type: str) -> set[str]:
     return set(library._MOE_TARGET_MODULE_MAPPING.get(kind, {}))
 
 
-def _check_targets(model: nn.Module, targets: tuple[str, ...]) -> None:
-    """Every target must name a module; peft accepts it if one of them does."""
+def _find_excluded(model: PreTrainedModel) -> list[str]:
+    """The modules of this model that take no adapter."""
+    family = find_family(model.config.get_text_config().model_type)
+    there = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    return [name for name in family.lora_excludes if name in there]
+
+
+def _check_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> None:
+    """Every target must name a module that takes one; peft accepts it if one of them does."""
+    for target in targets:
+        check_takes_adapter(model.config.get_text_config().model_type, target)
     names = [name for name, _ in model.named_modules() if name]
     known = sorted({name.rpartition(".")[2] for name in names if not name[-1].isdigit()})
     for target in targets:

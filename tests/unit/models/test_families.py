@@ -6,15 +6,19 @@ import inspect
 from typing import Any
 
 import pytest
+import torch
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     AutoConfig,
+    AutoModelForCausalLM,
 )
 
 from tightfit.core.attention import AttentionFeature
-from tightfit.models.attention import read_attention_extras
+from tightfit.models.attention import needs_of, read_attention_extras
+from tightfit.models.config import read_config
 from tightfit.models.families.registry import FAMILIES, find_family
+from tiny_configs import TINY
 
 WITHOUT_A_CLASS = {"baichuan", "chatglm", "qwen", "RefinedWeb", "RefinedWebModel"}
 """Code on the hub only."""
@@ -34,18 +38,86 @@ def test_attention_is_as_the_model_class_says(model_type: str) -> None:
     model_class = mappings[bool(config.is_encoder_decoder)][type(config)]
 
     assert family.has_sdpa == model_class._supports_sdpa
-    assert family.has_flash == model_class._supports_flash_attn
+    has_narrow_values = getattr(text, "v_head_dim", 0) < getattr(text, "qk_head_dim", 0)
+    assert family.has_flash == (model_class._supports_flash_attn and not has_narrow_values)
     assert family.accepts_custom_attention == (
         model_class._can_set_attn_implementation() or family.own_attention
     )
     parameters = inspect.signature(model_class.forward).parameters
-    assert family.takes_positions == ("position_ids" in parameters)
+    is_plain = model_type not in TINY or _attends_token_by_token(model_type)
+    assert not family.takes_positions or "position_ids" in parameters
+    if model_type in TINY:
+        assert family.takes_positions == (is_plain and "position_ids" in parameters)
     assert family.default_softcap == bool(getattr(text, "attn_logit_softcapping", None))
     if not any(hasattr(text, name) for name in ("attention_dropout", "attn_pdrop")):
         return
     # The first that is stated counts: GPT-BigCode has both names.
     dropout = getattr(text, "attn_pdrop", None) or getattr(text, "attention_dropout", None) or 0.0
     assert family.default_attention_dropout == dropout
+
+
+def _attends_token_by_token(model_type: str) -> bool:
+    """Without a state that runs on, or chunks that are counted from the row's start."""
+    kinds = getattr(_make_config(model_type), "layer_types", None) or []
+    return set(kinds) <= {"full_attention", "sliding_attention"}
+
+
+def _make_config(model_type: str) -> Any:
+    auto: Any = AutoConfig
+    return auto.for_model(model_type, **TINY[model_type])
+
+
+def _make_model(model_type: str) -> Any:
+    """In eager attention, with weights large enough for every token to matter."""
+    auto: Any = AutoModelForCausalLM
+    config = _make_config(model_type)
+    config.use_cache = (
+        False  # with a cache, transformers takes restarted positions for one document
+    )
+    torch.manual_seed(0)
+    model = auto.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data.normal_(0, 0.15)
+    return model
+
+
+DECODERS = [name for name in TINY if name not in ("t5", "mt5")]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("model_type", DECODERS)
+def test_documents_in_a_row_stay_apart_where_the_record_says_so(model_type: str) -> None:
+    """By their positions alone, which the mask reads, without a kernel that is given bounds."""
+    config = {"model_type": model_type} | TINY[model_type]
+    can_pack = needs_of(read_config(config, name="", source="")).can_pack(is_varlen=False)
+    model = _make_model(model_type)
+    documents = [torch.randint(3, 64, (size,)) for size in (7, 3, 9)]
+    positions = torch.cat([torch.arange(len(document)) for document in documents])[None]
+    extra = {"position_ids": positions} if "position_ids" in _parameters(model) else {}
+    with torch.no_grad():
+        packed = model(input_ids=torch.cat(documents)[None], **extra).logits[0]
+        apart = torch.cat([model(input_ids=document[None]).logits[0] for document in documents])
+
+    difference = float((packed - apart).abs().max())
+    assert difference < 1e-4 if can_pack else difference > 1e-2
+
+
+def _parameters(model: Any) -> Any:
+    return inspect.signature(model.forward).parameters
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("model_type", DECODERS)
+def test_the_head_s_output_is_scaled_where_the_record_says_so(model_type: str) -> None:
+    model, seen = _make_model(model_type), []
+    model.get_output_embeddings().register_forward_hook(lambda *call: seen.append(call[2]))
+    with torch.no_grad():
+        logits = model(input_ids=torch.arange(3, 12)[None]).logits
+    spec = read_config({"model_type": model_type} | TINY[model_type], name="", source="")
+    is_changed = find_family(model_type).scales_logits or spec.has_logit_softcap
+
+    assert torch.allclose(seen[0], logits, atol=1e-5) != is_changed
 
 
 def test_liger_kernels_are_those_of_the_installed_package() -> None:
@@ -55,7 +127,7 @@ def test_liger_kernels_are_those_of_the_installed_package() -> None:
         exc_type=ImportError,
     )
     ours = {name for name, family in FAMILIES.items() if family.has_liger}
-    assert ours <= set(monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN)
+    assert ours == {*monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN} & {*FAMILIES}
 
 
 def test_a_model_type_belongs_to_one_family() -> None:

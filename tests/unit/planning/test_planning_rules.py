@@ -483,3 +483,12 @@ def test_lora_target_must_exist() -> None:
     with pytest.raises(UsageError, match="Did you mean `q_proj`") as error:
         check_lora_targets(spec, ("q_porj",))
     assert "down_proj" in error.value.remedy
+
+
+def test_a_target_whose_adapter_would_be_ignored() -> None:
+    spec = resolve_model("granite-4.0-h-350m")
+    check_lora_targets(spec, ("in_proj",))
+
+    assert "out_proj" not in spec.module_names
+    with pytest.raises(UsageError, match="granitemoehybrid takes no adapter on out_proj"):
+        check_lora_targets(spec, ("out_proj",))

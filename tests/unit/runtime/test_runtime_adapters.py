@@ -10,15 +10,19 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import model_folder
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from tightfit.core.attention import Attention
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError, NotFoundError, UsageError
 from tightfit.core.strategy import Strategy, Training
 from tightfit.estimation.weights import num_trainable
+from tightfit.models.config import read_config
+from tightfit.models.families.registry import find_family
 from tightfit.models.resolve import resolve_model
 from tightfit.runtime.adapters import add_adapters, load_adapter, save_adapter
 from tightfit.runtime.load import load_base
+from tiny_configs import TINY, tiny_config
 
 CPU = torch.device("cpu")
 IDS = torch.arange(3, 19)[None]
@@ -63,6 +67,48 @@ def test_as_many_trained_values_as_estimated(family: str, fields: dict[str, Any]
     model = add_adapters(load(folder, strategy), strategy, TRAINING)
 
     assert count_trained(model) == num_trainable(resolve_model(str(folder)), strategy)
+
+
+def make_tiny(model_type: str) -> Any:
+    auto: Any = AutoConfig
+    config = auto.for_model(model_type, **TINY[model_type])
+    kind: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    return kind.from_config(config, dtype=torch.float32)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")
+@pytest.mark.parametrize("model_type", TINY)
+def test_every_family_has_as_many_adapters_as_estimated(model_type: str) -> None:
+    strategy = fp32(lora_rank=3)
+    model = add_adapters(make_tiny(model_type), strategy, TRAINING)
+    spec = read_config(tiny_config(model_type), name="", source="")
+
+    assert count_trained(model) == num_trainable(spec, strategy)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")
+@pytest.mark.parametrize("model_type", TINY)
+def test_every_adapter_has_a_gradient(model_type: str) -> None:
+    """Each is called; where the record says that one is not, peft was told to leave it out."""
+    strategy = fp32(lora_rank=3)
+    model: Any = add_adapters(make_tiny(model_type), strategy, TRAINING).eval()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(0, 0.1)
+    model(input_ids=IDS.repeat(3, 1), labels=IDS.repeat(3, 1)).loss.backward()
+    trained = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+
+    assert not [name for name, grad in trained.items() if grad is None or not grad.any()]
+
+
+@pytest.mark.parametrize("model_type", [n for n in TINY if find_family(n).lora_excludes])
+def test_a_module_that_takes_no_adapter_is_refused(model_type: str) -> None:
+    name = find_family(model_type).lora_excludes[-1]
+    strategy = fp32(lora_targets=(name,))
+    with pytest.raises(UsageError, match=f"takes no adapter on {name}"):
+        add_adapters(make_tiny(model_type), strategy, TRAINING)
 
 
 def test_named_targets_alone() -> None:

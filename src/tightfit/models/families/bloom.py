@@ -17,7 +17,7 @@ from tightfit.models.family import (
     has_attention_bias,
     round_fp32,
 )
-from tightfit.models.spec import ModelSpec
+from tightfit.models.spec import Linear, ModelSpec, Role
 
 _OPT_POSITION_OFFSET = 2  # OPT's position table starts after two unused rows
 
@@ -49,7 +49,12 @@ def read_opt(f: ConfigFields) -> ModelSpec:
     linears = parts.split_attention(stem, bias=bias, out_name="out_proj") + parts.plain_mlp(
         stem, names=("fc1", "fc2"), bias=bias
     )
-    projections = 2 * width * stem.hidden if width != stem.hidden else 0
+    projections: tuple[Linear, ...] = ()
+    if width != stem.hidden:
+        projections = (
+            parts.linear("project_out", stem.hidden, width, Role.MLP),
+            parts.linear("project_in", width, stem.hidden, Role.MLP),
+        )
     return parts.make_spec(
         stem,
         parts.decoder(stem, linears, num_norms=2 if has_norms else 0, norm_bias=True),
@@ -57,7 +62,9 @@ def read_opt(f: ConfigFields) -> ModelSpec:
         has_layer_norm=True,
         embedding_width=width if width != stem.hidden else None,
         position_params=(positions + _OPT_POSITION_OFFSET) * stem.hidden,
-        outer_params=projections + (2 * stem.hidden if has_last_norm else 0),
+        outer_params=sum(part.num_params for part in projections)
+        + (2 * stem.hidden if has_last_norm else 0),
+        outer_linears=projections,
     )
 
 

@@ -1,9 +1,9 @@
-"""Gemma 1, 2 and 3 (text): tied embeddings, wide heads, norms before and after from 2 on."""
+"""Gemma 1 to 4 (text): tied embeddings, wide heads, norms before and after from 2 on."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from tightfit.models.families import parts
 from tightfit.models.families.parts import ConfigFields, DecoderShape
@@ -16,7 +16,7 @@ from tightfit.models.family import (
     read_usual_settings,
     require_full_attention_period,
 )
-from tightfit.models.spec import Linear, ModelSpec
+from tightfit.models.spec import Block, Linear, ModelSpec, Role
 
 _TANH = "gelu_pytorch_tanh"
 
@@ -89,6 +89,135 @@ def read_gemma3(f: ConfigFields) -> ModelSpec:
         has_logit_softcap=f.has("final_logit_softcapping"),
         has_attention_softcap=f.has("attn_logit_softcapping"),
     )
+
+
+class _Gemma4Layer(NamedTuple):
+    """What tells one layer of Gemma 4 from another."""
+
+    slides: bool
+    shares_keys: bool
+    """With an earlier layer, so that it has no key and value matrices."""
+
+
+def read_gemma4(f: ConfigFields) -> ModelSpec:
+    """Wider heads where a layer sees everything, an embedding for each layer, maybe experts too."""
+    f = f.with_values(
+        num_key_value_heads=f.size_or_default(
+            "num_key_value_heads", default=4, most=parts.MAX_COUNT
+        )
+    )
+    narrow = parts.read_decoder_shape(
+        f, head_dim=f.size_or_default("head_dim", default=256), activation=_TANH
+    )
+    shares_values = f.flag("attention_k_eq_v", default=False)
+    wide = _read_wide_shape(f, narrow, shares_values=shares_values)
+    given = parts.read_layer_types(f, layers=narrow.layers)
+    slides = [
+        (at + 1) % 6 != 0 if given is None else given[at] == "sliding_attention"
+        for at in range(narrow.layers - 1)
+    ]  # the last layer always sees everything
+    shared = 0
+    if f.values.get("num_kv_shared_layers"):
+        shared = f.size("num_kv_shared_layers", most=parts.MAX_LAYERS)
+        f.warnings.append("Layers that share keys and values are counted as if each kept its own.")
+    kinds = [
+        _Gemma4Layer(slides=slide, shares_keys=at >= narrow.layers - shared)
+        for at, slide in enumerate([*slides, False])
+    ]
+    is_doubled = f.flag("use_double_wide_mlp", default=False)
+    embedded = 0
+    if f.values.get("hidden_size_per_layer_input") != 0:
+        embedded = f.size_or_default("hidden_size_per_layer_input", default=256)
+    experts = _read_gemma4_experts(f, narrow)
+
+    def block(kind: _Gemma4Layer) -> Block:
+        stem = narrow if kind.slides else wide
+        query, key, value, output = parts.split_attention(
+            stem, bias=f.flag("attention_bias", default=False)
+        )
+        keys = (key,) if shares_values and not kind.slides else (key, value)
+        factor = 2 if is_doubled and kind.shares_keys else 1
+        block = parts.decoder(
+            stem,
+            (
+                query,
+                *(() if kind.shares_keys else keys),
+                output,
+                *experts,
+                *_read_layer_embedding(stem, embedded),
+                *parts.gated_mlp(stem, inner=factor * stem.inner),
+            ),
+            num_norms=4 + bool(embedded) + 3 * bool(experts),
+            head_norm_params=(1 if kind.shares_keys else 2) * stem.head_dim,
+            # The router scales its input, and each expert's share.
+            extra_params=stem.hidden + experts[0].out_features if experts else 0,
+        )
+        return block.model_copy(update={"head_dim": stem.head_dim if kind.slides else None})
+
+    window = f.window("sliding_window", default=512)
+    blocks = parts.blocks(kinds, block)
+    outer, tables = _read_embedding_tables(f, narrow, embedded)
+    return parts.make_spec(
+        wide,
+        blocks,
+        tied=True,
+        num_kv_heads=narrow.kv_heads,
+        outer_params=narrow.hidden + tables,
+        outer_linears=outer,
+        sliding_window=window,
+        num_sliding_layers=sum(kind.slides for kind in kinds) if window else 0,
+        has_logit_softcap=f.has("final_logit_softcapping"),
+    )
+
+
+def _read_wide_shape(f: ConfigFields, narrow: DecoderShape, *, shares_values: bool) -> DecoderShape:
+    """Of layers that see everything: named once, or by layer in a config that was saved again."""
+    by_layer = f.part("per_layer_config")
+    if by_layer is not None:
+        last = by_layer.part(str(narrow.layers - 1))
+        head_dim = last.optional_size("head_dim") if last else None
+        kv_heads = last.optional_size("num_key_value_heads", most=parts.MAX_COUNT) if last else None
+        head_dim = head_dim or narrow.head_dim
+    else:
+        head_dim = f.size_or_default("global_head_dim", default=512)
+        kv_heads = f.optional_size("num_global_key_value_heads", most=parts.MAX_COUNT)
+        kv_heads = kv_heads if shares_values else None
+    return replace(narrow, head_dim=head_dim, kv_heads=kv_heads or narrow.kv_heads)
+
+
+def _read_gemma4_experts(f: ConfigFields, stem: DecoderShape) -> tuple[Linear, ...]:
+    """They stand beside the MLP, behind norms of their own."""
+    if not f.flag("enable_moe_block", default=False):
+        return ()
+    f.need(("num_experts",), ("top_k_experts",), ("moe_intermediate_size",))
+    experts = parts.Experts(
+        count=f.size("num_experts", most=parts.MAX_COUNT),
+        per_token=f.size("top_k_experts", most=parts.MAX_COUNT),
+        inner=f.size("moe_intermediate_size", most=parts.MAX_INNER_WIDTH),
+    )
+    router, *others = parts.expert_linears(stem, experts, router="proj", has_linear_router=True)
+    return (router.model_copy(update={"lora_rank_factor": 1}), *others)
+
+
+def _read_layer_embedding(stem: DecoderShape, width: int) -> tuple[Linear, ...]:
+    if not width:
+        return ()
+    return (
+        parts.linear("per_layer_input_gate", stem.hidden, width, Role.MLP),
+        parts.linear("per_layer_projection", width, stem.hidden, Role.MLP),
+    )
+
+
+def _read_embedding_tables(
+    f: ConfigFields, stem: DecoderShape, width: int
+) -> tuple[tuple[Linear, ...], int]:
+    """The projection of the tokens' embeddings to all layers, and the values of all tables."""
+    if not width:
+        return (), 0
+    rows = f.size_or_default("vocab_size_per_layer_input", default=262_144, most=parts.MAX_VOCAB)
+    total = stem.layers * width
+    projection = parts.linear("per_layer_model_projection", stem.hidden, total, Role.MLP)
+    return (projection,), rows * total + projection.num_params + width
 
 
 def _linears(f: ConfigFields, stem: DecoderShape) -> tuple[Linear, ...]:
@@ -227,4 +356,11 @@ GEMMA_FAMILIES = (
     ),
     _GEMMA3,
     replace(_GEMMA3, model_types=("gemma3",), gguf_name="", gguf=None),  # with a vision part
+    Family(
+        model_types=("gemma4_text", "gemma4"),
+        read=read_gemma4,
+        has_liger=True,
+        keeps_norm_output_fp32=True,
+        gguf_name="gemma4",
+    ),
 )

@@ -1,4 +1,4 @@
-"""llama.cpp's layouts of families whose configs the generic reader reads.
+"""llama.cpp's layouts of families of several files.
 
 Source: ggml-org/llama.cpp, `conversion/` and `src/models/`.
 """

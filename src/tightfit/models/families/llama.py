@@ -382,12 +382,15 @@ MOE_FAMILIES = (
         gguf_name="llama",  # its files say llama, with experts
         gguf=_MIXTRAL_GGUF,
     ),
-    Family(model_types=("granitemoe",), read=read_granitemoe, gguf=_GRANITEMOE_GGUF),
+    Family(
+        model_types=("granitemoe",), read=read_granitemoe, scales_logits=True, gguf=_GRANITEMOE_GGUF
+    ),
     Family(
         model_types=("gpt_oss",),
         read=read_gpt_oss,
         has_sdpa=False,
         has_sinks=True,
+        mask_reads_positions=False,
         has_liger=True,
         gguf_name="gpt-oss",
         gguf=_GPT_OSS_GGUF,

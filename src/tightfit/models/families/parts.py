@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ MAX_POSITIONS = 10_000_000_000
 
 
 _Item = TypeVar("_Item", str, int)
+_Kind = TypeVar("_Kind", bound=Hashable)
 
 
 class ConfigFields:
@@ -146,6 +148,12 @@ class ConfigFields:
         merged = ConfigFields({**borrowed, **self.values}, name=self.name, source=self.source)
         merged.warnings = self.warnings
         return merged
+
+    def with_values(self, **values: object) -> ConfigFields:
+        """These values with some replaced; the warnings are shared."""
+        changed = ConfigFields({**self.values, **values}, name=self.name, source=self.source)
+        changed.warnings = self.warnings
+        return changed
 
     def quotient(self, whole: int, parts: int, what: str) -> int:
         """`whole / parts`, refused where it is not whole."""
@@ -310,23 +318,32 @@ def fused_attention(
     )
 
 
-def gated_mlp(stem: DecoderShape, *, bias: bool = False) -> tuple[Linear, ...]:
-    """Gate, up and down."""
+def gated_mlp(
+    stem: DecoderShape, *, bias: bool = False, inner: int | None = None
+) -> tuple[Linear, ...]:
+    """Gate, up and down; `inner` where its width is not the usual one."""
+    inner = inner or stem.inner
     return (
-        linear("gate_proj", stem.hidden, stem.inner, Role.MLP, bias=bias),
-        linear("up_proj", stem.hidden, stem.inner, Role.MLP, bias=bias),
-        linear("down_proj", stem.inner, stem.hidden, Role.MLP, bias=bias),
+        linear("gate_proj", stem.hidden, inner, Role.MLP, bias=bias),
+        linear("up_proj", stem.hidden, inner, Role.MLP, bias=bias),
+        linear("down_proj", inner, stem.hidden, Role.MLP, bias=bias),
     )
 
 
 def plain_mlp(
-    stem: DecoderShape, *, names: tuple[str, str], bias: bool, up_factor: int = 1
+    stem: DecoderShape,
+    *,
+    names: tuple[str, str],
+    bias: bool,
+    up_factor: int = 1,
+    inner: int | None = None,
 ) -> tuple[Linear, ...]:
     """Up and down; `up_factor` 2 where the first matrix holds the gate as well."""
     up, down = names
+    inner = inner or stem.inner
     return (
-        linear(up, stem.hidden, up_factor * stem.inner, Role.MLP, bias=bias),
-        linear(down, stem.inner, stem.hidden, Role.MLP, bias=bias),
+        linear(up, stem.hidden, up_factor * inner, Role.MLP, bias=bias),
+        linear(down, inner, stem.hidden, Role.MLP, bias=bias),
     )
 
 
@@ -356,12 +373,19 @@ def read_experts(
 
 
 def expert_linears(
-    stem: DecoderShape, experts: Experts, *, router: str, bias: bool = False, adapted: bool = False
+    stem: DecoderShape,
+    experts: Experts,
+    *,
+    router: str,
+    bias: bool = False,
+    adapted: bool = False,
+    has_linear_router: bool = False,
 ) -> tuple[Linear, ...]:
     """Router and experts as transformers 5 keeps them: bare 3-D parameters, not modules.
 
     `adapted`: peft knows how to attach LoRA to them. Source: peft's weight conversion for
     transformers 5, which gives the fused gate and up projection twice the rank.
+    `has_linear_router`: the router is an `nn.Linear`.
     """
 
     def stacked(name: str, ins: int, outs: int, *, rank_factor: int) -> Linear:
@@ -377,11 +401,26 @@ def expert_linears(
             lora_rank_factor=rank_factor if adapted else 0,
         )
 
-    routing = linear(router, stem.hidden, experts.count, Role.ROUTER, bias=bias, is_module=False)
+    routing = linear(
+        router, stem.hidden, experts.count, Role.ROUTER, bias=bias, is_module=has_linear_router
+    )
     return (
         routing.model_copy(update={"lora_rank_factor": int(adapted)}),
         stacked("gate_up_proj", stem.hidden, 2 * experts.inner, rank_factor=2),
         stacked("down_proj", experts.inner, stem.hidden, rank_factor=1),
+    )
+
+
+def without_adapter(linears: tuple[Linear, ...]) -> tuple[Linear, ...]:
+    """The same matrices, where peft's `all-linear` leaves them out."""
+    return tuple(part.model_copy(update={"lora_rank_factor": 0}) for part in linears)
+
+
+def blocks(kinds: Iterable[_Kind], make: Callable[[_Kind], Block]) -> tuple[Block, ...]:
+    """A block for each kind of layer, as `make` has it, with as many layers as there are."""
+    return tuple(
+        make(kind).model_copy(update={"num_layers": count})
+        for kind, count in Counter(kinds).items()
     )
 
 
@@ -408,26 +447,25 @@ def decoder(
 
 def make_spec(
     stem: DecoderShape,
-    block: Block,
+    block: Block | tuple[Block, ...],
     *,
     tied: bool = False,
     has_layer_norm: bool = False,
     **others: Any,
 ) -> ModelSpec:
-    """A decoder of equal layers and one norm behind them, LayerNorm's with a plain MLP.
+    """A decoder and one norm behind it, LayerNorm's with a plain MLP.
 
     `tied`: whether the head is the embedding where the config is silent.
     """
     fields = stem.fields
-    usual = {
+    usual = stem.numbers() | {
         "is_rms_norm": not has_layer_norm,
         "is_gated_mlp": not has_layer_norm,
         "outer_params": stem.hidden * (2 if has_layer_norm else 1),
     }
     return ModelSpec(
-        **stem.numbers(),
         model_type=fields.text("model_type", default="generic"),
-        blocks=(block,),
+        blocks=block if isinstance(block, tuple) else (block,),
         tie_embeddings=fields.flag("tie_word_embeddings", default=tied),
         **(usual | others),
     )
@@ -435,12 +473,20 @@ def make_spec(
 
 def count_sliding(f: ConfigFields, *, layers: int, otherwise: int) -> int:
     """Layers with a window: from `layer_types` where given, else the family's own pattern."""
-    kinds = f.texts("layer_types")
+    kinds = read_layer_types(f, layers=layers)
     if kinds is None:
         return otherwise
-    if len(kinds) != layers:
-        raise InvalidInputError(
-            f"{f.source}: `layer_types` names {len(kinds)} layers of {layers}.",
-            remedy="correct `layer_types` or the number of layers in the config",
-        )
     return sum(kind == "sliding_attention" for kind in kinds)
+
+
+def read_layer_types(
+    f: ConfigFields, *, layers: int, key: str = "layer_types"
+) -> tuple[str, ...] | None:
+    """The kind of each layer, where the config lists them."""
+    kinds = f.texts(key)
+    if kinds is not None and len(kinds) != layers:
+        raise InvalidInputError(
+            f"{f.source}: `{key}` names {len(kinds)} layers of {layers}.",
+            remedy=f"correct `{key}` or the number of layers in the config",
+        )
+    return kinds

@@ -62,27 +62,20 @@ def read_qwen3_moe(f: ConfigFields) -> ModelSpec:
     inner = f.size_or_default("moe_intermediate_size", default=768, most=parts.MAX_INNER_WIDTH)
     experts = parts.read_experts(f, inner=inner, count_default=128, per_token_default=8)
     attention = parts.split_attention(stem, bias=f.flag("attention_bias", default=False))
-    num_dense = _num_dense_layers(f, stem.layers)
 
-    def block(num_layers: int, *, sparse: bool) -> Block:
-        mlp = parts.gated_mlp(stem)
-        if sparse:
+    def block(is_sparse: bool) -> Block:
+        # Under `all-linear` peft takes the experts for the gate, up and down projections.
+        mlp = parts.without_adapter(parts.gated_mlp(stem))
+        if is_sparse:
             mlp = parts.expert_linears(stem, experts, router="gate", adapted=True)
-        return Block(
-            kind="decoder",
-            num_layers=num_layers,
-            linears=attention + mlp,
-            norm_widths=(stem.hidden, stem.hidden),
-            head_norm_params=2 * stem.head_dim,
-        )
+        return parts.decoder(stem, attention + mlp, head_norm_params=2 * stem.head_dim)
 
-    counts = ((num_dense, False), (stem.layers - num_dense, True))
     used = f.flag("use_sliding_window", default=False)
     window = f.window("sliding_window", default=4096) if used else None
     return ModelSpec(
         **stem.numbers() | {"intermediate_size": inner},
         model_type="qwen3_moe",
-        blocks=tuple(block(count, sparse=sparse) for count, sparse in counts if count),
+        blocks=parts.blocks(find_sparse_layers(f, stem.layers), block),
         tie_embeddings=f.flag("tie_word_embeddings", default=False),
         outer_params=stem.hidden,
         sliding_window=window,
@@ -90,11 +83,11 @@ def read_qwen3_moe(f: ConfigFields) -> ModelSpec:
     )
 
 
-def _num_dense_layers(f: ConfigFields, layers: int) -> int:
-    """Layers with a plain MLP: those listed, and those off the sparse step."""
+def find_sparse_layers(f: ConfigFields, layers: int) -> list[bool]:
+    """Whether each layer has experts: not those listed, nor those off the sparse step."""
     step = f.optional_size("decoder_sparse_step", most=parts.MAX_LAYERS) or 1
-    listed = {index for index in f.numbers("mlp_only_layers") if 0 <= index < layers}
-    return sum(index in listed or (index + 1) % step != 0 for index in range(layers))
+    listed = set(f.numbers("mlp_only_layers"))
+    return [index not in listed and (index + 1) % step == 0 for index in range(layers)]
 
 
 def _late_window(f: ConfigFields, stem: DecoderShape) -> tuple[int | None, int]:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from tightfit.models.families import layouts, parts
+from tightfit.core.errors import UsageError
+from tightfit.models.families import parts
 from tightfit.models.families.bloom import CHATGLM, LAYERNORM_FAMILIES
+from tightfit.models.families.dense import DENSE_FAMILIES
+from tightfit.models.families.experts import EXPERT_FAMILIES
 from tightfit.models.families.gemma import GEMMA_FAMILIES
 from tightfit.models.families.gpt import GPT_FAMILIES
 from tightfit.models.families.llama import LLAMA_FAMILIES, MOE_FAMILIES, PHI_FAMILIES
 from tightfit.models.families.parts import ConfigFields, DecoderShape
 from tightfit.models.families.qwen import QWEN_FAMILIES
+from tightfit.models.families.recurrent import RECURRENT_FAMILIES
 from tightfit.models.families.t5 import T5_FAMILIES
 from tightfit.models.family import Family, Reader
 from tightfit.models.spec import Linear, ModelSpec
@@ -67,33 +71,16 @@ def _warn(f: ConfigFields, *, is_llama: bool) -> None:
 
 
 _GENERIC_FAMILIES = (
-    Family(model_types=("ministral",), has_liger=True),
-    Family(model_types=("glm4",), has_liger=True, gguf=layouts.GLM4_GGUF),
-    Family(model_types=("nemotron",), has_liger=True, gguf=layouts.NEMOTRON_GGUF),
-    Family(model_types=("olmo2",), has_liger=True, gguf=layouts.OLMO2_GGUF),
-    Family(model_types=("olmo3",), has_liger=True, gguf_name="olmo2", gguf=layouts.OLMO3_GGUF),
-    Family(model_types=("starcoder2",), gguf=layouts.STARCODER2_GGUF),
-    Family(model_types=("qwen2_moe",), gguf_name="qwen2moe", gguf=layouts.QWEN2_MOE_GGUF),
+    Family(model_types=("zamba2",), takes_positions=False, lora_excludes=("out_proj",)),
     Family(
-        model_types=("qwen3_next",),
+        model_types=("deepseek_v4",),
+        has_sdpa=False,
+        has_flash=False,
+        has_sinks=True,
+        takes_positions=False,
         has_liger=True,
-        gguf_name="qwen3next",
-        gguf=layouts.QWEN3_NEXT_GGUF,
+        lora_excludes=("o_a_proj",),
     ),
-    Family(
-        model_types=("qwen3_5_text",),
-        has_liger=True,
-        gguf_name="qwen35",
-        gguf=layouts.QWEN3_5_GGUF,
-    ),
-    Family(model_types=("llama4_text",), has_flash=False, has_liger=True),
-    Family(
-        model_types=("cohere",),
-        scales_logits=True,
-        gguf_name="command-r",
-        gguf=layouts.COHERE_GGUF,
-    ),
-    Family(model_types=("cohere2",), scales_logits=True, gguf=layouts.COHERE2_GGUF),
 )
 """Families whose configs the generic reader reads."""
 _NOT_CAUSAL = Family(
@@ -120,6 +107,9 @@ FAMILIES: dict[str, Family] = {
         *QWEN_FAMILIES,
         *PHI_FAMILIES,
         *MOE_FAMILIES,
+        *DENSE_FAMILIES,
+        *EXPERT_FAMILIES,
+        *RECURRENT_FAMILIES,
         *GPT_FAMILIES,
         *LAYERNORM_FAMILIES,
         *T5_FAMILIES,
@@ -140,6 +130,16 @@ _BY_ARCHITECTURE = {
 def find_family(model_type: str) -> Family:
     """The family's record; one of defaults, with `is_known` false, where there is none."""
     return FAMILIES.get(model_type, _UNKNOWN)
+
+
+def check_takes_adapter(model_type: str, target: str) -> None:
+    """Raise for a LoRA target whose adapter the modelling code would ignore."""
+    if target.rpartition(".")[2] in find_family(model_type).lora_excludes:
+        raise UsageError(
+            f"{model_type} takes no adapter on {target}: its modelling code reads that weight by "
+            "itself.",
+            remedy="--set lora_targets=all-linear, which leaves it out",
+        )
 
 
 def find_gguf_family(architecture: str) -> Family | None:
