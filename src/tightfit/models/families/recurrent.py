@@ -36,7 +36,7 @@ class Mixer(NamedTuple):
 def _warn(f: ConfigFields, what: str) -> None:
     f.warnings.append(
         f"Of {what}, memory and time count the projections, not the scan between them, which "
-        "needs much more where its own kernels are not installed."
+        "needs much more where its own kernels are not installed; `--trace` runs it."
     )
 
 
