@@ -21,6 +21,8 @@ class AttentionFeature(str, Enum):
     SINKS = "sinks"
     BIDIRECTIONAL = "bidirectional"
     DROPOUT = "dropout"
+    OWN = "own"
+    """Its modelling code knows its own attention alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +94,8 @@ class Attention(RecordEnum):
         AttentionRecord(
             implementation="sdpa",
             # Windows and chunks come as a mask.
-            features=_ALL - {AttentionFeature.SOFTCAP, AttentionFeature.SINKS},
+            features=_ALL
+            - {AttentionFeature.SOFTCAP, AttentionFeature.SINKS, AttentionFeature.OWN},
             varlen="where it can",
             preference=1,
         ),

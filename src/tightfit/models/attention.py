@@ -20,6 +20,7 @@ _PHRASES = {
     AttentionFeature.CHUNKS: "it attends in chunks",
     AttentionFeature.BIDIRECTIONAL: "it attends both ways",
     AttentionFeature.DROPOUT: "it drops attention weights while training",
+    AttentionFeature.OWN: "transformers has its own attention for it alone",
 }
 
 

@@ -19,7 +19,9 @@ from module_trees import (
     try_build,
 )
 from tightfit.cli.app import main
+from tightfit.core.attention import Attention
 from tightfit.core.errors import UserError
+from tightfit.models.attention import find_attention_problem, list_proposed, needs_of
 from tightfit.models.catalogue import list_models, load_row, read_row
 from tightfit.models.families.parts import ConfigFields
 from tightfit.models.families.registry import read_generic
@@ -83,6 +85,13 @@ def test_a_tree_says_what_the_family_s_reader_says(name: str) -> None:
         for role in Role:
             last = [[p for p in one.linears if p.role is role][-1:] for one in (mine, read)]
             assert last[0] == last[1]
+
+
+def test_a_family_with_attention_of_its_own_is_never_given_another() -> None:
+    built = build({"model_type": "mamba2", "num_hidden_layers": 2})
+    needs = needs_of(read_tree(*built))
+    assert list_proposed(needs) == [Attention.EAGER]
+    assert find_attention_problem(Attention.SDPA, needs, is_packed=False)
 
 
 def test_estimate_and_plan_read_a_folder_of_such_a_family(
