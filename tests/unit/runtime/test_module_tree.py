@@ -95,7 +95,7 @@ def test_a_family_with_attention_of_its_own_is_never_given_another() -> None:
 
 
 def test_estimate_and_plan_read_a_folder_of_such_a_family(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model_type = pick_llama_like()
     folder = write_config(tmp_path / "model", model_type=model_type, **SIZES)
@@ -109,9 +109,8 @@ def test_estimate_and_plan_read_a_folder_of_such_a_family(
 
     # From the cache now: no process, no torch.
     resolve._ask.cache_clear()
-    started = time.monotonic()
+    monkeypatch.setattr(resolve, "_run", lambda _: pytest.fail("a process was started"))
     assert main(["plan", str(folder), "--on", "T4", "--seq-len", "256"]) == 0
-    assert time.monotonic() - started < 5
     assert f"`{model_type}`" in capsys.readouterr().out
 
 
