@@ -22,6 +22,8 @@ class AttentionFeature(str, Enum):
     ALIBI = "alibi"
     BIDIRECTIONAL = "bidirectional"
     DROPOUT = "dropout"
+    OWN = "own"
+    """Its modelling code knows its own attention alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +97,8 @@ class Attention(RecordEnum):
         AttentionRecord(
             implementation="sdpa",
             # Windows, chunks and biases by distance come as a mask.
-            features=_ALL - {AttentionFeature.SOFTCAP, AttentionFeature.SINKS},
+            features=_ALL
+            - {AttentionFeature.SOFTCAP, AttentionFeature.SINKS, AttentionFeature.OWN},
             varlen="where it can",
             preference=1,
         ),
@@ -124,7 +127,7 @@ class Attention(RecordEnum):
         AttentionRecord(
             implementation="tightfit.runtime.flex_attention:flex_attention",
             mask="tightfit.runtime.flex_attention:make_block_mask",
-            features=_ALL - {AttentionFeature.DROPOUT},
+            features=_ALL - {AttentionFeature.DROPOUT, AttentionFeature.OWN},
             max_head_dim=256,
             head_dim_multiple=8,
             skips="windows",

@@ -21,6 +21,7 @@ _PHRASES = {
     AttentionFeature.ALIBI: "it biases attention by distance",
     AttentionFeature.BIDIRECTIONAL: "it attends both ways",
     AttentionFeature.DROPOUT: "it drops attention weights while training",
+    AttentionFeature.OWN: "transformers has its own attention for it alone",
 }
 
 

@@ -111,7 +111,7 @@ def read_tree(model: nn.Module, config: Any) -> ModelSpec:
         name="",
         source="",
         model_type=config.model_type,
-        warnings=tuple(_list_warnings(model, config, layers, blocks, total)),
+        warnings=tuple(_list_warnings(config, layers, blocks, total)),
         hidden_size=hidden,
         vocab_size=vocab_size,
         num_heads=heads,
@@ -133,7 +133,7 @@ def read_tree(model: nn.Module, config: Any) -> ModelSpec:
         num_sliding_layers=num_sliding,
         has_logit_softcap=bool(getattr(text, "final_logit_softcapping", None)),
         has_attention_softcap=bool(getattr(text, "attn_logit_softcapping", None)),
-        attention_extras=tuple(sorted(_read_features(text, layers))),
+        attention_extras=tuple(sorted(_read_features(model, text, layers))),
     )
 
 
@@ -185,6 +185,10 @@ _ROUTER = re.compile(r"(^|\.)(\w*router\w*|gate|gate_network|wg)(\.|$)", re.IGNO
 _OUTPUT = re.compile(r"(^|[._])(o|out|output|dense|wo|c_proj)([._]|$)|out_?proj", re.IGNORECASE)
 _RECURRENT = re.compile(r"mamba|recurren|rglru|deltanet|lstm|rwkv|kimidelta", re.IGNORECASE)
 _LEADS_BACK = re.compile(r"down|out|w2", re.IGNORECASE)
+_CONVERTED = {
+    "mixtral": frozenset({"w1", "w2", "w3"}),
+    "qwen2_moe": frozenset({"gate_proj", "up_proj", "down_proj"}),
+}
 _RANK_FACTORS = {"gate_up_proj": 2, "down_proj": 1}
 _EXPERTS_PER_TOKEN = (
     *("num_experts_per_tok", "top_k", "num_experts_per_token", "experts_per_token", "moe_topk"),
@@ -253,7 +257,7 @@ def _read_layer(module: nn.Module, kind: str, hidden: int, text: Any, seen: set[
     layer.is_shared = bool(own.keys() & seen)
     layer.num_params = sum(count for key, count in own.items() if key not in seen)
     num_experts: dict[tuple[str, Linear], int] = {}
-    is_adapted = _is_adapted(text.model_type)
+    converted = _find_converted(text.model_type)
     for path, part in module.named_modules():
         weight = getattr(part, "weight", None)
         if any(id(parameter) in seen for parameter in part.parameters(recurse=False)):
@@ -273,7 +277,7 @@ def _read_layer(module: nn.Module, kind: str, hidden: int, text: Any, seen: set[
         else:
             has_sinks = isinstance(getattr(part, "sinks", None), nn.Parameter)
             layer.has_sinks = layer.has_sinks or has_sinks
-            layer.linears += _read_bare(path, part, hidden, is_adapted=is_adapted)
+            layer.linears += _read_bare(path, part, hidden, is_adapted=bool(converted))
     layer.linears += [
         linear.model_copy(update={"copies": count}) for (_, linear), count in num_experts.items()
     ]
@@ -281,6 +285,12 @@ def _read_layer(module: nn.Module, kind: str, hidden: int, text: Any, seen: set[
         per_token = _read_experts_per_token(module, text)
         layer.lacks_experts_per_token = per_token is None
         layer.linears = [_with_choice(linear, per_token) for linear in layer.linears]
+    layer.linears = [
+        linear.model_copy(update={"lora_rank_factor": 0})
+        if linear.is_module and linear.name in converted
+        else linear
+        for linear in layer.linears
+    ]
     # The closed forms take the last matrix of a role as the one that leads back.
     layer.linears.sort(key=lambda linear: _rank(linear, hidden))
     seen.update(own)
@@ -372,18 +382,20 @@ def _read_bare(path: str, part: Any, hidden: int, *, is_adapted: bool) -> Iterat
             )
 
 
-def _is_adapted(model_type: str) -> bool:
-    """Whether peft's `all-linear` adapts bare experts and their router.
+def _find_converted(model_type: str) -> frozenset[str]:
+    """Module names that peft's `all-linear` takes for bare experts, in families whose weights
+    transformers converts as Mixtral's or Qwen2-MoE's; none elsewhere.
 
-    It does in the families whose weights transformers converts as Mixtral's or Qwen2-MoE's.
-    Source: peft 0.21, utils/transformers_weight_conversion.py.
+    It then adapts the experts and their router, and no module of these names: neither dense
+    layers nor shared experts. Source: peft 0.21, utils/transformers_weight_conversion.py.
     """
     try:
         from transformers import conversion_mapping
     except ImportError:
-        return False
+        return frozenset()
     patterns = getattr(conversion_mapping, "_MODEL_TO_CONVERSION_PATTERN", {})
-    return patterns.get(model_type, model_type) in ("mixtral", "qwen2_moe")
+    pattern = model_type if model_type == "mixtral" else patterns.get(model_type)
+    return _CONVERTED.get(str(pattern), frozenset())
 
 
 def _is_norm(part: Any) -> bool:
@@ -481,19 +493,23 @@ def _read_activation(text: Any, *, is_rms_norm: bool) -> str:
     return "silu" if is_rms_norm else "gelu"
 
 
-def _read_features(text: Any, layers: list[_Layer]) -> set[AttentionFeature]:
+def _read_features(model: nn.Module, text: Any, layers: list[_Layer]) -> set[AttentionFeature]:
     found = read_attention_extras(text.to_dict(), find_family(text.model_type))
     if any(layer.has_sinks for layer in layers):
         found.add(AttentionFeature.SINKS)
+    if not getattr(model, "_supports_sdpa", True):
+        found.add(AttentionFeature.OWN)
     return found
 
 
+_MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
+"""Of which peft 0.21 refuses to adapt `out_proj`: tuners_utils.py."""
 MOST_UNNAMED_FRACTION = 0.02
 """Of a model's values, that are neither in matrices nor in norms, before it is worth a warning."""
 
 
 def _list_warnings(
-    model: nn.Module, config: Any, layers: list[_Layer], blocks: tuple[Block, ...], total: int
+    config: Any, layers: list[_Layer], blocks: tuple[Block, ...], total: int
 ) -> Iterator[str]:
     """What stays assumed."""
     yield (
@@ -507,6 +523,12 @@ def _list_warnings(
         )
     if any("kv_a_proj" in part.name for block in blocks for part in block.linears):
         yield "Attention is latent (MLA); cache and activations are estimated as of plain heads."
+    if config.model_type in _MAMBA:
+        names = [part.name for block in blocks for part in block.linears if part.is_module]
+        kept = ",".join(dict.fromkeys(name for name in names if name != "out_proj"))
+        yield (
+            f"peft adapts no `out_proj` of `{config.model_type}`: LoRA needs --lora-targets {kept}"
+        )
     if any(layer.is_shared for layer in layers):
         yield "Some layers share weights, which are counted once; their computing is understated."
     if any(layer.lacks_experts_per_token for layer in layers):
@@ -517,8 +539,6 @@ def _list_warnings(
             f"{unnamed / total:.0%} of the parameters are no matrices that LoRA or quantization "
             "knows; they are counted as they are."
         )
-    if not getattr(model, "_supports_sdpa", True):
-        yield "transformers has no SDPA attention for it: --set attention=eager."
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from peft import LoraConfig, get_peft_model
 
 from module_trees import count_real, list_types, our_linears, real_linears, try_build
 from tightfit.hardware.resolve import parse_hardware
@@ -34,3 +35,29 @@ def test_every_causal_family_is_counted_exactly_and_planned() -> None:
     assert not wrong
     assert len(ALL) > 150
     assert len(skipped) <= MOST_WITHOUT_DEFAULTS, skipped
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_adapters_of_experts_are_those_that_peft_makes() -> None:
+    """`all-linear`, where some of the matrices are bare parameters."""
+    num_compared = 0
+    for model_type in ALL:
+        if (built := try_build(model_type)) is None:
+            continue
+        spec = read_tree(*built)
+        parts = [(block.num_layers, part) for block in spec.blocks for part in block.linears]
+        if all(part.is_module for _, part in parts):
+            continue
+        options = LoraConfig(r=1, target_modules="all-linear", task_type="CAUSAL_LM")
+        try:
+            adapted = get_peft_model(built[0], options, autocast_adapter_dtype=False)
+        except ValueError:  # families that peft refuses
+            continue
+        made = sum(p.numel() for name, p in adapted.named_parameters() if "lora_" in name)
+        ours = sum(
+            count * part.lora_rank_factor * part.copies * (part.in_features + part.out_features)
+            for count, part in parts
+        )
+        assert ours == pytest.approx(made, rel=1e-3), model_type
+        num_compared += 1
+    assert num_compared > 10

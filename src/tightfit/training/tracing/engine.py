@@ -234,10 +234,13 @@ class _Loading:
         if _COPY in path:
             return self._plain
         index = next(at for at, part in enumerate(path) if part.startswith(_ADAPTER))
-        base: Any = getattr(self._module.get_submodule(".".join(path[:index])), "base_layer", None)
+        adapted: Any = self._module.get_submodule(".".join(path[:index]))
+        base = getattr(adapted, "base_layer", None)
         if base is None:
             return final
-        dtype: torch.dtype = getattr(base, "compute_dtype", None) or base.weight.dtype
+        # Experts are a bare parameter of their module, under a name of its own.
+        values = getattr(adapted.get_base_layer(), getattr(adapted, "parameter_name", "weight"))
+        dtype: torch.dtype = getattr(base, "compute_dtype", None) or values.dtype
         return dtype if dtype.is_floating_point else torch.float32
 
     @contextmanager
