@@ -8,6 +8,7 @@ transformers does not have.
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -29,6 +30,7 @@ from tightfit.models.attention import (
     has_alibi,
     read_attention_extras,
 )
+from tightfit.models.config import read_config
 from tightfit.models.families.registry import find_family
 from tightfit.models.family import Family
 
@@ -292,10 +294,22 @@ def read_needs(config: PretrainedConfig) -> AttentionNeeds:
     extras = read_attention_extras(text.to_dict(), family)
     return AttentionNeeds(
         family=family,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads,
+        head_dim=_read_head_dim(text, family),
         features=frozenset({*extras, *(feature for feature, is_on in stated.items() if is_on)}),
         is_encoder_decoder=bool(config.is_encoder_decoder),
     )
+
+
+def _read_head_dim(text: PretrainedConfig, family: Family) -> int:
+    """Width of the widest heads, as the planner reads it.
+
+    Gemma 4 has it by layer, DeepSeek in two parts, and Mamba no heads at all.
+    """
+    if family.read is not None:
+        values = json.loads(text.to_json_string(use_diff=False))
+        return read_config(values, name=text.model_type, source="the loaded config").head_dim
+    stated = getattr(text, "head_dim", None)
+    return int(stated or text.hidden_size // text.num_attention_heads)
 
 
 def _read_family(config: PretrainedConfig, family: Family) -> Family:
