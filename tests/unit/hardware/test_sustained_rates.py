@@ -140,13 +140,14 @@ def test_attention_that_writes_its_scores_takes_their_measured_seconds() -> None
 
     assert eager["attention"] == pytest.approx(32 * 4 * 32 * 2048**2 * 3e-11, rel=1e-3)
     assert fused["attention"] == parts(make_calibration(), attention="sdpa", **options)["attention"]
-    # Falcon's one head of keys sends SDPA to the kernel that writes them.
+    # In fp32 one head of keys for all sends SDPA to the kernel that writes them, twice as wide.
     falcon = resolve_model("falcon-7b")
-    strategy = Strategy(**{"micro_batch": 4, "seq_len": 2048, **options})
+    whole = {"weights": "fp32", "compute": "fp32"}
+    strategy = Strategy(**{"micro_batch": 4, "seq_len": 2048, **options, **whole})
     node = Node(gpu=found.apply(GPU), num_gpus=1)
     reported = estimate_job(spec=falcon, strategy=strategy, node=node).time.components["attention"]
     scores = falcon.num_layers * 4 * falcon.num_heads * 2048**2
-    assert reported == pytest.approx(scores * 5e-11, rel=1e-3)
+    assert reported == pytest.approx(2 * scores * 5e-11, rel=1e-3)
 
 
 def test_attention_in_another_width_or_kernel_is_not_what_was_measured() -> None:

@@ -39,14 +39,26 @@ def test_space_covers_every_lever() -> None:
     assert {s.sharding for s in found} == set(Sharding)
     assert {s.offload for s in found} == {Offload.NONE, Offload.OPTIMIZER, Offload.ALL}
     assert {name_method(s) for s in found} == {"full", "lora", "lora-int8", "qlora"}
-    for lever in ("checkpointing", "fused_kernels", "fused_lora", "compile", "packing"):
+    for lever in ("checkpointing", "fused_kernels", "fused_lora", "packing"):
         assert {getattr(s, lever) for s in found} == {True, False}, lever
     assert {(s.num_nodes, s.gpus_per_node) for s in found} == {(1, 1), (1, 4), (2, 4)}
     assert not any(s.fp8 for s in found), "nobody asked for it"
 
 
+@pytest.mark.parametrize(("model", "compiled"), [("Llama-2-7b", {False}), ("phi-2", {True, False})])
+def test_layers_are_compiled_where_there_are_no_fused_kernels(
+    model: str, compiled: set[bool]
+) -> None:
+    group = make_cluster((1, "A100-80GB")).groups[0]
+    request = make_request(model, method="lora")
+    found = [
+        s for layout in list_layouts(group, request) for s in enumerate_strategies(request, layout)
+    ]
+    assert {s.compile for s in found} == compiled
+
+
 def test_fp8_that_is_asked_for_folds_adapters_under_the_compiler_too() -> None:
-    request = make_request(method="lora", fixed={"fp8": True})
+    request = make_request("phi-2", method="lora", fixed={"fp8": True})
     group = make_cluster((1, "H100-SXM")).groups[0]
     found = [
         s for layout in list_layouts(group, request) for s in enumerate_strategies(request, layout)
