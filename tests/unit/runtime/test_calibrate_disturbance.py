@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -17,7 +18,7 @@ from tightfit.runtime.calibrate.bench import Bench, Disturbance, _measure_spread
 QUIET = [0.02] * 9
 
 
-def make_driver(num_processes: int = 0, **fields: int) -> DriverReading:
+def make_driver(num_processes: int = 0, **fields: Any) -> DriverReading:
     processes = tuple(GpuProcess(pid=pid, memory_bytes=None) for pid in range(num_processes))
     reading = GpuReading(
         index=0, name="card", uuid="x", total_bytes=1, free_bytes=1, compute_capability=(9, 0),
