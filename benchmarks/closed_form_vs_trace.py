@@ -16,7 +16,7 @@ import json
 import statistics
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from itertools import islice
 from multiprocessing import get_context
@@ -29,6 +29,7 @@ from _trace_peak import prepare_process, trace_peak
 from tightfit.core.strategy import Strategy
 from tightfit.core.units import GIB
 from tightfit.estimation.memory import estimate_moments, list_reserved_components, peak_moment
+from tightfit.hardware.catalogue import find_gpu
 from tightfit.hardware.types import Gpu
 from tightfit.models.catalogue import read_source_config
 from tightfit.models.resolve import resolve_model
@@ -135,10 +136,21 @@ def list_unseen(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [row for row in rows if row["n"] >= NUM_SEEN_DRAWS and row["n"] not in SEEN_LATER]
 
 
-def compare_again() -> int:
-    """Compare the stored traces with the closed form as it is now; nothing is traced."""
+def trace_again(row: dict[str, Any]) -> dict[str, Any]:
+    """A stored job traced as the step is now."""
+    job = (row["n"], row["model"], find_gpu(row["gpu"]), Strategy(**row["strategy"]))
+    return trace_one(job)
+
+
+def compare_again(renewed: Sequence[str] = ()) -> int:
+    """Compare the stored traces with the closed form as it is now; those of `renewed` models are
+    traced again, the others are not."""
     stored = json.loads(RESULT.read_text())
-    rows = compare_all(stored["rows"])
+    if renewed:
+        prepare_process()
+    rows = compare_all(
+        [trace_again(row) if row["model"] in renewed else row for row in stored["rows"]]
+    )
     kept = {name: stored[name] for name in ("seed", "versions", "refused")}
     total, unseen = summarise(rows), summarise(list_unseen(rows))
     print(json.dumps({"all": total, "unseen": unseen}))
@@ -168,6 +180,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="compare with the committed result")
     parser.add_argument("--again", action="store_true", help="compare stored traces anew")
+    parser.add_argument("--renew", nargs="+", default=[], help="models whose jobs to trace again")
     parser.add_argument("--jobs", type=int, default=200, help="how many to trace")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--journal", type=Path, default=Path("closed_form_vs_trace.jsonl"))
@@ -175,8 +188,8 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.check:
         return check()
-    if arguments.again:
-        return compare_again()
+    if arguments.again or arguments.renew:
+        return compare_again(arguments.renew)
     prepare_process()
     drawn = trace_until(arguments.jobs, arguments.journal, arguments.workers)
     rows = compare_all([row for row in drawn if "traced_bytes" in row])

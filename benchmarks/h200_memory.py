@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from _provenance import check_total, write_result
+from tightfit.core.settings import ALL_LINEAR, EXPERTS
 from tightfit.core.strategy import Quirks, Strategy
 from tightfit.core.units import GIB
 from tightfit.estimation.memory import estimate_moments, list_reserved_components, peak_moment
@@ -68,7 +69,7 @@ def make_strategy(options: dict[str, Any]) -> Strategy:
         adapter_dtype=options["adapters"],
         optimizer=OPTIMIZERS[options["optimizer"]],
         lora_rank=options["lora_rank"],
-        lora_targets=tuple(targets.split(",")) if isinstance(targets, str) else tuple(targets),
+        lora_targets=list_targets(targets),
         lora_dropout=options["lora_dropout"],
         micro_batch=options["micro_batch"],
         seq_len=options["seq_len"],
@@ -82,9 +83,16 @@ def make_strategy(options: dict[str, Any]) -> Strategy:
         offload="all" if options["offload"] else "none",
         quirks=Quirks(
             outlier_columns=weights == "int8",
+            plain_modelling=True,
             wide_adafactor=True,
         ),
     )
+
+
+def list_targets(targets: str | list[str]) -> tuple[str, ...]:
+    """peft's `all-linear`, which adapts experts too where it knows how."""
+    names = tuple(targets.split(",")) if isinstance(targets, str) else tuple(targets)
+    return (ALL_LINEAR, EXPERTS) if names == (ALL_LINEAR,) else names
 
 
 def cut_depth(spec: ModelSpec, num_layers: int | None) -> ModelSpec:

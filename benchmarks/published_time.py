@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from _provenance import provenance
+from h200_memory import list_targets
 from tightfit.api.estimate import estimate
 from tightfit.core.errors import UserError
-from tightfit.core.strategy import Strategy
+from tightfit.core.strategy import Quirks, Strategy
 from tightfit.estimation.result import StepTime
 from tightfit.estimation.step_time import estimate_step_time
 from tightfit.estimation.weights import num_trainable
@@ -259,7 +260,7 @@ def measured_strategy(options: dict[str, Any]) -> Strategy:
         compute=options["autocast"] or ("bf16" if is_packed else weights),
         autocast=bool(options["autocast"]),
         adapter_dtype=options["adapters"],
-        lora_targets=tuple(options["lora_targets"].split(",")),
+        lora_targets=list_targets(options["lora_targets"]),
         optimizer={
             "paged-adamw": "adamw",
             "paged-adamw-8bit": "adamw-paged-8bit",
@@ -268,6 +269,7 @@ def measured_strategy(options: dict[str, Any]) -> Strategy:
         checkpointing=options["checkpointing"] != "off",
         loss="plain" if options["loss"] == "plain" else "fused",
         fused_kernels=options["loss"] == "liger",
+        quirks=Quirks(plain_modelling=True),
     )
 
 

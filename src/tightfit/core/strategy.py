@@ -67,6 +67,8 @@ class Quirks(Frozen):
     them, or the loss reads a shifted copy."""
     optimizer_in_backward: bool = False
     """Each gradient is stepped and freed as soon as it is complete, as torchtune can."""
+    plain_modelling: bool = False
+    """Experts, and the attention of Falcon, BLOOM and MPT, run as transformers' own code."""
     wide_adafactor: bool = False
     """transformers' Adafactor, which works in fp32, instead of torch's."""
 

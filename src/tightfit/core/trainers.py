@@ -117,7 +117,7 @@ class TrainerVersion(NamedTuple):
 
         `is_planning`: of its choices, only those count that the planner does not make.
         """
-        quirks: dict[str, bool] = {}
+        quirks = {"plain_modelling": True}
         for fact in self.facts:
             if fact.when(strategy, model_type):
                 quirks |= dict.fromkeys(fact.quirks, True)

@@ -348,10 +348,15 @@ def _uses_math_kernel(spec: ModelSpec, strategy: Strategy, numerics: ValueWidths
     if numerics.is_cpu and not family.has_position_bias:
         return False
     is_grouped = spec.num_kv_heads < spec.num_heads and _repeated_fraction(spec, strategy) < 1
-    has_no_flash = strategy.compute is Dtype.FP32
+    has_no_flash = strategy.compute is Dtype.FP32 or _always_masks(spec, strategy)
     return strategy.attention is Attention.SDPA and (
         family.has_position_bias or (has_no_flash and is_grouped)
     )
+
+
+def _always_masks(spec: ModelSpec, strategy: Strategy) -> bool:
+    """Whether SDPA is given a mask, and broadcasts grouped keys, as Falcon's own code does."""
+    return strategy.quirks.plain_modelling and find_family(spec.model_type).sdpa_always_masks
 
 
 def has_padding_mask(strategy: Strategy) -> bool:
@@ -365,7 +370,7 @@ def _repeated_fraction(spec: ModelSpec, strategy: Strategy) -> float:
     transformers repeats them where there is a mask, as for a window that is no longer than
     the row. Source: transformers `use_gqa_in_sdpa`.
     """
-    if strategy.attention is not Attention.SDPA:
+    if strategy.attention is not Attention.SDPA or _always_masks(spec, strategy):
         return 0.0
     if strategy.repeat_keys or has_padding_mask(strategy):
         return 1.0
@@ -428,12 +433,18 @@ def _mlp_bytes(spec: ModelSpec, block: Block, strategy: Strategy, numerics: Valu
     if experts:
         num_active = experts[-1].copies_per_token
         width = experts[-1].in_features
-        # The first product alone (runtime/kernels/experts.py); the compiler also keeps what was
-        # activated, and each expert's output for the router.
         per_expert = numerics.value * (2 if spec.is_gated_mlp else 1) * width
-        if strategy.compile or strategy.trainer:
-            per_expert += numerics.value * (width + spec.hidden_size)
-        total += num_active * per_expert + numerics.value * spec.hidden_size
+        if strategy.compile or strategy.quirks.plain_modelling:
+            # Tokens are gathered for each expert, and each expert's output is kept for the router.
+            per_expert = _inner_bytes(spec, strategy, numerics) * width
+            per_expert += numerics.value * spec.hidden_size
+            if numerics.is_full:
+                per_expert += numerics.value * (width + spec.hidden_size)
+            if not dense:
+                total += _input_bytes(experts[:1], spec.hidden_size, strategy, numerics)
+        else:  # the first product and the input alone: runtime/kernels/experts.py
+            total += numerics.value * spec.hidden_size
+        total += num_active * per_expert
     return total
 
 

@@ -590,10 +590,10 @@ def _describe_micro_batch(
 
 
 def _has_grouped_products(gpu: Gpu, strategy: Strategy) -> bool:
-    """As `runtime/kernels/experts.py` chooses; other trainers' experts were measured without."""
+    """As `runtime/kernels/experts.py` chooses."""
     capability = gpu.compute_capability or (8, 0)
     is_able = capability >= (8, 0) and not gpu.is_cpu
-    return is_able and strategy.compute is Dtype.BF16 and not strategy.trainer
+    return is_able and strategy.compute is Dtype.BF16 and not strategy.quirks.plain_modelling
 
 
 def _launch_seconds(job: MicroBatch, *, forward: float, backward: float) -> float:

@@ -199,6 +199,8 @@ class Family:
     """Where the config does not say."""
     alibi: Literal["never", "always", "ungrouped"] = "never"
     """Where scores get a fixed bias by distance. `ungrouped`: in models without grouped heads."""
+    sdpa_always_masks: bool = False
+    """Its own code always gives SDPA a mask, so that its flash kernel is never chosen."""
     is_causal: bool = True
     """False: tokens see those behind them, so padding needs a mask."""
 

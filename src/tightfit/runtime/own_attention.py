@@ -93,6 +93,8 @@ def _forward_falcon(
         )
         return made
     heads, kv_heads = self.num_heads, self.num_kv_heads
+    if not self.new_decoder_architecture:
+        kv_heads = 1 if self.multi_query else heads
     fused = self.query_key_value(hidden_states)
     rows, tokens, _ = fused.shape
     # Each group of queries, then its key and its value.

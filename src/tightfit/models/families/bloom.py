@@ -206,6 +206,7 @@ _FALCON = Family(
     read=read_falcon,
     alibi="ungrouped",
     own_attention=True,
+    sdpa_always_masks=True,
     mask_reads_positions=False,
     splits_rotary=True,
     quantizes_linears=False,  # FalconLinear
