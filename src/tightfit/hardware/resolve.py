@@ -23,7 +23,7 @@ HARDWARE_EXAMPLES = "write it like V100-32GB, 4xV100-32GB, 2n x 4xA100-40GB or 6
 
 _GROUP = re.compile(
     r"(?:(?P<nodes>[+-]?[0-9]+)\s*(?:nodes?|n)\b\s*[x×*]?\s*|(?P<tight>[+-]?[0-9]+)nx\s*)?"
-    r"(?:(?P<gpus>[+-]?[0-9]+)\s*[x×*]\s*)?"
+    r"(?:(?P<gpus>[+-]?[0-9]+)\s*[x×*](?!tx?$)\s*)?"  # the x of a Radeon 7900XT counts nothing
     r"(?P<gpu>.+)",
     re.IGNORECASE,
 )

@@ -222,11 +222,8 @@ def test_every_setting_of_one_gpu_is_listed_once(scripts: dict[str, ModuleType])
     assert {one.micro_batch for one in strategies} == {1, 2, 4}
     assert all(one.micro_batch * one.grad_accum == 4 for one in strategies)
     assert {one.sharding.value for one in strategies} == {"single"}
-    assert {(one.compile, one.fused_kernels) for one in strategies} == {
-        (True, False),
-        (False, True),
-        (False, False),
-    }
+    assert {one.fused_kernels for one in strategies} == {True, False}
+    assert not any(one.compile for one in strategies), "Llama has fused kernels"
     assert not planned["is_calibrated"]
 
 

@@ -26,7 +26,8 @@ def make_model(model_type: str, experts: str, dtype: torch.dtype) -> Any:
     config = auto.for_model(**tiny_config(model_type))
     use_grouped_experts(config)
     config._experts_implementation = experts
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
+    library: Any = AutoModelForCausalLM
+    model: Any = library.from_config(config, dtype=dtype, attn_implementation="eager")
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     return model

@@ -54,7 +54,8 @@ def make_model(model_type: str, attention: str, **fields: Any) -> Any:
     config = auto.for_model(**(tiny_config(model_type) | fields))
     config._attn_implementation = attention
     accept_kernels(config)
-    model: Any = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    library: Any = AutoModelForCausalLM
+    model: Any = library.from_config(config, attn_implementation=attention)
     for parameter in model.parameters():
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.2)
