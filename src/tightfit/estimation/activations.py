@@ -607,8 +607,8 @@ def estimate_loss_bytes(spec: ModelSpec, strategy: Strategy) -> LossBytes:
     gradients of the loss and of log-softmax, both fp32: 12 bytes at the peak.
     Kernel writes the gradient into the fp32 copy and casts it down: 4 + 2.
     Chunked keeps all log-softmax chunks, until the backward pass beside the head's
-    output, and makes fp32 gradients one chunk at a time; compiled, it keeps the
-    head's output alone and computes the rest again (torchtune `compile_loss`; counted
+    output, and makes fp32 gradients one chunk at a time; torchtune compiles it, keeps
+    the head's output alone and computes the rest again (`compile_loss`; counted
     under torch's min-cut partitioner: 2 bytes, 4 eager). Fused (Liger) never holds more
     than one chunk of logits, and writes the gradient of the hidden states at once.
     Leaves out the shifted copy that transformers before 4.45 made.
@@ -623,7 +623,7 @@ def estimate_loss_bytes(spec: ModelSpec, strategy: Strategy) -> LossBytes:
     if strategy.loss is Loss.FUSED and is_head_fusible:
         return _estimate_fused(spec, strategy)
     if strategy.loss is Loss.CHUNKED:
-        if strategy.compile:
+        if strategy.compile and strategy.trainer:  # ours compiles layers, not the loss
             kept = value * table + softcap
             return LossBytes(forward=kept, backward=kept + value * table // NUM_LOSS_CHUNKS)
         wide = value if strategy.quirks.narrow_loss else 4

@@ -70,9 +70,12 @@ def sort_by_expert(chosen: Tensor, num_experts: int) -> Routing:
     )
 
 
+_ALIGNMENT = 8
+
+
 def multiply_groups(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """Each group of rows times its own matrix `[experts, in, out]`."""
-    if _has_grouped_kernel(rows):
+    if _has_grouped_kernel(rows, matrices.shape[-1]):
         return torch.nn.functional.grouped_mm(rows, matrices, offs=ends)
     from transformers.integrations import moe  # noqa: F401  (registers the operation)
 
@@ -82,7 +85,7 @@ def multiply_groups(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 
 def multiply_within_groups(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     """`left[group].T @ right[group]` of each group: the gradient of its matrix."""
-    if _has_grouped_kernel(left):
+    if _has_grouped_kernel(left, right.shape[-1]):
         return torch.nn.functional.grouped_mm(left.t(), right, offs=ends)
     made = left.new_zeros(len(ends), left.shape[1], right.shape[1])
     start = 0
@@ -93,8 +96,10 @@ def multiply_within_groups(left: Tensor, right: Tensor, ends: Tensor) -> Tensor:
     return made
 
 
-def _has_grouped_kernel(rows: Tensor) -> bool:
-    """torch has the kernel from compute capability 8.0 on, in bf16."""
+def _has_grouped_kernel(rows: Tensor, width: int) -> bool:
+    """torch has the kernel from compute capability 8.0 on, in bf16, for rows of whole 16 bytes."""
+    if rows.shape[1] % _ALIGNMENT or width % _ALIGNMENT:
+        return False
     if not hasattr(torch.nn.functional, "grouped_mm") or rows.dtype is not torch.bfloat16:
         return False
     return not rows.is_cuda or torch.cuda.get_device_capability(rows.device) >= (8, 0)
