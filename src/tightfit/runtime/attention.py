@@ -562,7 +562,11 @@ def choose_inference_attention(folder: Path) -> str:
 
     Varlen attention has no key-value cache, so it is never used for inference.
     """
-    config = read_model_config(folder)
+    return name_inference_attention(read_model_config(folder))
+
+
+def name_inference_attention(config: PretrainedConfig) -> str:
+    """The same for a config."""
     return "sdpa" if find_sdpa_problem(read_needs(config)) is None else "eager"
 
 

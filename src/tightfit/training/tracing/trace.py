@@ -25,7 +25,7 @@ from tightfit.core.child_process import end_with_parent
 from tightfit.core.settings import Sharding
 from tightfit.core.strategy import Strategy
 from tightfit.data.token_store import EncodedRow
-from tightfit.runtime.attention import VARLEN, needs_padding_mask
+from tightfit.runtime.attention import REPEAT, name_inference_attention, needs_padding_mask
 from tightfit.runtime.layers import decoder_layers
 from tightfit.trace.caching_allocator import (
     AllocatorSettings,
@@ -164,8 +164,8 @@ def run_stages(job: TraceJob, engine: Any, batch: Batch, recorder: Recorder) -> 
     if "generate" in names:
         config = engine.model.config.get_text_config()
         trained = config._attn_implementation
-        if trained == VARLEN:  # which has no key-value cache: generation uses SDPA
-            config._attn_implementation = "sdpa"
+        if trained not in ("sdpa", "eager", REPEAT):  # the others have no key-value cache
+            config._attn_implementation = name_inference_attention(config)
         with recorder.setting("stage", "generate"), evaluating(engine):
             _generate(engine.model, batch, recorder)
         config._attn_implementation = trained
