@@ -21,7 +21,12 @@ from tightfit.training.tracing.job import TraceJob
 from tightfit.training.tracing.trace import record_job
 
 DEPTH = 7
-MIXED = {"gemma2", "gemma3_text", "gpt_oss", "t5"}
+MIXED = {
+    *("gemma2", "gemma3_text", "gemma4", "gpt_oss", "olmo3", "exaone4", "smollm3", "t5"),
+    *("deepseek_v3", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "llama4"),
+    *("granitemoehybrid", "lfm2", "nemotron_h", "qwen3_5", "qwen3_5_moe", "qwen3_next"),
+}
+"""Families of the catalogue whose layers differ: windows, dense layers first, or no attention."""
 _SIZES = {"hidden_size": 32, "num_attention_heads": 4, "vocab_size": 120}
 _LLAMA = _SIZES | {
     "intermediate_size": 48,

@@ -27,6 +27,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "llama": _SIZES | {"intermediate_size": 96, "max_position_embeddings": 64},
     "opt": _SIZES | {"ffn_dim": 96, "word_embed_proj_dim": 64, "max_position_embeddings": 64},
     "falcon": _SIZES | {"alibi": False},
+    "bloom": {"hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": 120},
     "t5": {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4}
     | {"vocab_size": 120, "decoder_start_token_id": 0, "is_encoder_decoder": True},
 }
@@ -113,7 +114,7 @@ def test_an_evaluation_s_rows_are_never_packed() -> None:
 
 
 def test_what_cannot_be_packed_says_so_with_a_remedy() -> None:
-    with pytest.raises(UsageError, match="falcon") as caught:
-        record("falcon", {"packing": True})
+    with pytest.raises(UsageError, match="bloom") as caught:
+        record("bloom", {"packing": True, "attention": "eager"})
     assert "packing=false" in caught.value.remedy
     assert list(list_stages(record("falcon", {"repeat_keys": True}))) == ALL
