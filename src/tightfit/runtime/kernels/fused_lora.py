@@ -164,6 +164,13 @@ def _multiply_adapted(x: Tensor, layers: list[Any]) -> tuple[Tensor, ...]:
     return outputs
 
 
+def _unflatten(rows: Tensor, like: Tensor) -> Tensor:
+    """The rows as `like` has them. Not a view to autograd, so that the model may change it in
+    place, as Llama 4 does."""
+    made: Tensor = torch.ops.aten._unsafe_view(rows, [*like.shape[:-1], rows.shape[-1]])
+    return made
+
+
 class _AdaptedProducts(torch.autograd.Function):
     """`x W^T + bias + scaling * (x A^T) B^T` of each layer, with gradients for x, A's and B's."""
 
@@ -183,7 +190,7 @@ class _AdaptedProducts(torch.autograd.Function):
             own_columns = torch.split(wide_weight[:, added], ranks, dim=1)[number]
             torch.mul(b[number], ctx.scalings[number], out=own_columns)
             output = functional.linear(wide_x, wide_weight, layer.base_layer.bias)
-            outputs.append(output.view(*x.shape[:-1], output.shape[-1]))
+            outputs.append(_unflatten(output, x))
         return tuple(outputs)
 
     @staticmethod
@@ -370,7 +377,7 @@ class _FusedLoraProduct(torch.autograd.Function):
         ctx.is_transposed = not isinstance(base, nn.Linear)
         # Saved separately: a gathered weight has none until its module has run.
         ctx.quant_state = getattr(base.weight, "quant_state", None)
-        return y.view(*x.shape[:-1], y.shape[-1])
+        return _unflatten(y, x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:

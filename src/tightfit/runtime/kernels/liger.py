@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from tightfit.core.errors import SetupError, UsageError
@@ -43,26 +40,34 @@ def apply_fused_kernels(model: PreTrainedModel) -> None:
             remedy="pip install -U liger-kernel, or --set fused_kernels=false",
         )
     apply: Any = monkey_patch._apply_liger_kernel_to_instance
-    with _keep_experts(model):
-        apply(model=model, cross_entropy=False, fused_linear_cross_entropy=False)
+    options = {"cross_entropy": False, "fused_linear_cross_entropy": False}
+    if _has_stacked_experts(model):
+        apply(model=model, **options, swiglu=False)
+        _fuse_dense_mlps(model)
+    else:
+        apply(model=model, **options)
     from tightfit.runtime.kernels.norm_triton import use_triton_norms
 
     use_triton_norms(model)
 
 
-@contextmanager
-def _keep_experts(model: PreTrainedModel) -> Iterator[None]:
-    """Undo what Liger does to experts: `experts.py` has faster products, which a trace can follow.
+def _has_stacked_experts(model: PreTrainedModel) -> bool:
+    return any("gate_up_proj" in module._parameters for module in model.modules())
 
-    Qwen3-30B-A3B had not made a step after 199 s on one H200 (liger-kernel 0.8.5).
+
+def _fuse_dense_mlps(model: PreTrainedModel) -> None:
+    """Liger's gated MLP for a mixture's dense and shared layers alone.
+
+    Its kernels for experts had not made a step after minutes (Qwen3-30B-A3B on one H200,
+    liger-kernel 0.8.5), and it takes every layer of such a family for a mixture.
     """
-    library = vars(sys.modules[type(model).__module__])
-    classes = {name: value for name, value in library.items() if name.endswith(("Experts", "Moe"))}
-    experts = [module for module in model.modules() if hasattr(module, "gate_up_proj")]
-    experts = [module for module in experts if "gate_up_proj" in module._parameters]
-    before = [dict(vars(module)) for module in experts]
-    yield
-    library.update(classes)
-    for module, attributes in zip(experts, before, strict=True):
-        vars(module).clear()
-        vars(module).update(attributes)
+    from liger_kernel.transformers import monkey_patch
+    from liger_kernel.transformers.swiglu import LigerSwiGLUMLP
+
+    patch_module: Any = monkey_patch._patch_swiglu_module
+    for module in model.modules():
+        parts: dict[str, Any] = dict(module.named_children())
+        act = parts.get("act_fn", parts.get("activation_fn"))
+        is_silu = type(act).__name__ in ("SiLU", "SiLUActivation")
+        if is_silu and {"gate_proj", "up_proj", "down_proj"} <= parts.keys():
+            patch_module(module, LigerSwiGLUMLP)
