@@ -8,7 +8,7 @@ from tightfit.hardware.resolve import resolve_hardware
 from tightfit.models.config import read_config
 from tightfit.planning.request import JobRequest
 from tightfit.planning.search import search
-from tightfit.trace.recording import find_peak
+from tightfit.trace.caching_allocator import find_peak
 from tightfit.training.tracing.job import TraceJob
 from tightfit.training.tracing.trace import record_job
 from tiny_configs import TINY, tiny_config
