@@ -518,6 +518,12 @@ JOB_RULES = _group(
         _LOSS_CHUNKS,
     ),
     Rule(
+        "compile-sinks",
+        lambda c, s: s.compile and s.attention is Attention.FLEX and c.family.has_sinks,
+        "compiled as one, flex attention and sinks get wrong gradients: set compile=false",
+        "measured with torch 2.11: docs/decisions/0012-attention-and-experts.md",
+    ),
+    Rule(
         "compile-over-fused",
         lambda c, s: s.compile and s.fused_kernels,
         "torch.compile cannot see into Liger's norm and falls back: use one of the two",

@@ -163,6 +163,10 @@ CASES: dict[str, tuple[Callable[[], Case], Callable[[], Case]]] = {
         lambda: _case({"loss": "chunked", "trainer": "trl@1.16"}),
         lambda: _case({"loss": "fused", "trainer": "trl@1.16"}),
     ),
+    "compile-sinks": (
+        lambda: _case({"compile": True, "attention": "flex"}, model="gpt-oss-20b"),
+        lambda: _case({"compile": True, "attention": "flex"}, model="gemma-2-2b"),
+    ),
     "compile-over-fused": (
         lambda: _case({"compile": True, "fused_kernels": True}),
         lambda: _case({"compile": True}),
