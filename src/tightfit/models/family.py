@@ -57,31 +57,30 @@ class Rearrangement(Enum):
 
 def read_usual_settings(file: GgufMetadata, rope: Settings) -> Settings:
     """A Llama-like config from a GGUF file's metadata."""
-    heads, hidden = int(file.get("attention.head_count")), int(file.get("embedding_length"))
-    return {
-        "hidden_size": hidden,
-        "intermediate_size": int(file.get("feed_forward_length")),
-        "num_hidden_layers": int(file.get("block_count")),
-        "num_attention_heads": heads,
-        "num_key_value_heads": int(file.get("attention.head_count_kv", heads)),
-        "head_dim": int(file.get("attention.key_length", hidden // heads)),
-        "max_position_embeddings": int(file.get("context_length")),
+    sizes = _read_sizes(file, rope)
+    shared = sizes["hidden_size"] // sizes["num_attention_heads"]
+    return sizes | {
+        "head_dim": int(file.get("attention.key_length", shared)),
         "rms_norm_eps": round_fp32(file.get("attention.layer_norm_rms_epsilon")),
-        "rope_parameters": rope,
     }
 
 
 def read_usual_layernorm_settings(file: GgufMetadata, rope: Settings) -> Settings:
     """The same of a model with LayerNorm, whose heads share the hidden size."""
-    heads, hidden = int(file.get("attention.head_count")), int(file.get("embedding_length"))
+    epsilon = round_fp32(file.get("attention.layer_norm_epsilon"))
+    return _read_sizes(file, rope) | {"layer_norm_eps": epsilon}
+
+
+def _read_sizes(file: GgufMetadata, rope: Settings) -> Settings:
+    """What both have, and the rotary settings as they are given."""
+    heads = int(file.get("attention.head_count"))
     return {
-        "hidden_size": hidden,
+        "hidden_size": int(file.get("embedding_length")),
         "intermediate_size": int(file.get("feed_forward_length")),
         "num_hidden_layers": int(file.get("block_count")),
         "num_attention_heads": heads,
         "num_key_value_heads": int(file.get("attention.head_count_kv", heads)),
         "max_position_embeddings": int(file.get("context_length")),
-        "layer_norm_eps": round_fp32(file.get("attention.layer_norm_epsilon")),
         "rope_parameters": rope,
     }
 

@@ -293,7 +293,7 @@ def _prices(strategy: Strategy, best: Strategy) -> Iterator[str]:
         setting = f"--set offload={strategy.offload.value}"
         yield f"offload ties up host memory and the bus: {setting} plans it first"
     if strategy.compile and not best.compile:
-        yield "compiling takes minutes before the first step: --set compile=true plans it first"
+        yield "compiling delays the first step: --set compile=true plans it first"
     is_exact = not strategy.optimizer.record.costs_quality
     if strategy.optimizer is not best.optimizer and not is_exact:
         name = strategy.optimizer.value

@@ -502,8 +502,6 @@ def _read_features(model: nn.Module, text: Any, layers: list[_Layer]) -> set[Att
     return found
 
 
-_MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
-"""Of which peft 0.21 refuses to adapt `out_proj`: tuners_utils.py."""
 MOST_UNNAMED_FRACTION = 0.02
 """Of a model's values, that are neither in matrices nor in norms, before it is worth a warning."""
 
@@ -523,12 +521,6 @@ def _list_warnings(
         )
     if any("kv_a_proj" in part.name for block in blocks for part in block.linears):
         yield "Attention is latent (MLA); cache and activations are estimated as of plain heads."
-    if config.model_type in _MAMBA:
-        names = [part.name for block in blocks for part in block.linears if part.is_module]
-        kept = ",".join(dict.fromkeys(name for name in names if name != "out_proj"))
-        yield (
-            f"peft adapts no `out_proj` of `{config.model_type}`: LoRA needs --lora-targets {kept}"
-        )
     if any(layer.is_shared for layer in layers):
         yield "Some layers share weights, which are counted once; their computing is understated."
     if any(layer.lacks_experts_per_token for layer in layers):

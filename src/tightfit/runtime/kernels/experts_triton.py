@@ -10,13 +10,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tightfit.runtime.kernels.experts import CLAMP_LIMIT, CLAMP_SLOPE
+
 if TYPE_CHECKING:
     from tightfit.runtime.kernels.experts import Gating
 
 _BLOCK = 1024
 """Columns that a program works on at a time."""
-_CLAMP_LIMIT: tl.constexpr = tl.constexpr(7.0)
-_CLAMP_SLOPE: tl.constexpr = tl.constexpr(1.702)
+_CLAMP_LIMIT: tl.constexpr = tl.constexpr(CLAMP_LIMIT)
+_CLAMP_SLOPE: tl.constexpr = tl.constexpr(CLAMP_SLOPE)
 
 
 def _block(width: int) -> int:
