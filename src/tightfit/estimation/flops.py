@@ -9,7 +9,7 @@ from tightfit.core.attention import Attention
 from tightfit.core.dtypes import Dtype
 from tightfit.core.settings import Method
 from tightfit.core.strategy import Strategy
-from tightfit.estimation.weights import count_saved_traffic, is_lora_target
+from tightfit.estimation.weights import count_saved_traffic, is_lora_target, packs_experts
 from tightfit.models.spec import Block, ModelSpec, Role
 
 
@@ -50,6 +50,8 @@ class Workload(NamedTuple):
     module_outputs_used: int
     num_expert_layers: int
     expert_weights_held: int
+    grouped_weights_held: int
+    """Of experts that the runtime multiplies itself."""
     mlp_width_used: int
     """Inner MLP values of one token, all layers together."""
     query_width: int
@@ -63,11 +65,16 @@ class Workload(NamedTuple):
     vocab_size: int
     num_params: int
 
-    def packed_weights(self, dtype: Dtype) -> int:
-        """Weights that quantized loading packs; experts as bare parameters only with GPTQ."""
-        if dtype is Dtype.GPTQ4:
-            return self.weights_held
+    @property
+    def module_weights(self) -> int:
+        """Weights of modules: all but those of experts."""
         return self.weights_held - self.expert_weights_held
+
+    def packed_weights(self, strategy: Strategy) -> int:
+        """Weights that quantized loading packs."""
+        if strategy.weights is Dtype.GPTQ4:
+            return self.weights_held
+        return self.module_weights + packs_experts(strategy) * self.grouped_weights_held
 
 
 class AdapterSums(NamedTuple):
@@ -147,6 +154,7 @@ def sum_workload(spec: ModelSpec) -> Workload:
         expert_weights_held=sum(
             n * part.in_features * part.out_features for n, part in held if part.role is Role.EXPERT
         ),
+        grouped_weights_held=spec.grouped_params,
         mlp_width_used=inner,
         query_width=spec.num_heads * head_dims,
         key_width=spec.num_kv_heads * head_dims,

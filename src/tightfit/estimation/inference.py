@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from tightfit.core.dtypes import Dtype
+from tightfit.core.strategy import Strategy
 from tightfit.estimation.flops import count_pairs, sum_workload
 from tightfit.estimation.memory import estimate_context_bytes
-from tightfit.estimation.weights import largest_matrix
+from tightfit.estimation.weights import most_dequantized
 from tightfit.hardware.rates import stream_bytes_per_second, sustained_flops
 from tightfit.hardware.types import Gpu
 from tightfit.models.spec import ModelSpec, Role
@@ -101,7 +102,7 @@ def estimate_inference(spec: ModelSpec, job: InferenceJob, gpu: Gpu) -> Inferenc
         pass_tokens=job.pass_tokens,
     )
     if job.is_quantized:
-        parts["dequantized"] = 2 * largest_matrix(spec)
+        parts["dequantized"] = 2 * most_dequantized(spec, Strategy(weights=Dtype.NF4))
     if job.expands_heads and spec.num_heads > spec.num_kv_heads:
         repeated = 2 * spec.num_heads * spec.head_dim * job.compute.value_bytes
         parts["repeated_heads"] = job.num_slots * job.num_columns * repeated

@@ -47,7 +47,9 @@ from tightfit.estimation.weights import (
     estimate_weight_bytes,
     largest_layer,
     largest_matrix,
+    most_dequantized,
     num_trainable,
+    packs_experts,
 )
 from tightfit.hardware.types import Node
 from tightfit.models.spec import ModelSpec, Role
@@ -91,13 +93,13 @@ def estimate_load(spec: ModelSpec, strategy: Strategy) -> Moment:
     double quantization dequantizes first. fp8 is cast last, matrix by matrix, with a scaled bf16
     copy; from a bf16 base all matrices are there, from nf4 only the one being cast.
     """
-    temporary = 2 * largest_matrix(spec) if strategy.weights.is_quantized else 0
+    temporary = 2 * most_dequantized(spec, strategy) if strategy.weights.is_quantized else 0
     if strategy.stores_fp8:
         others = 0 if strategy.dequantized_base else spec.linear_params - largest_matrix(spec)
         temporary = others + 4 * largest_matrix(spec)
     elif strategy.dequantized_base:
-        scales = largest_matrix(spec) // NF4_BLOCK
-        temporary = largest_matrix(spec) // 2 + (5 if strategy.double_quant else 4) * scales
+        scales = most_dequantized(spec, as_used_for_inference(strategy)) // NF4_BLOCK
+        temporary = NF4_BLOCK * scales // 2 + (5 if strategy.double_quant else 4) * scales
     gathered = estimate_buffer_bytes(spec, strategy).forward if strategy.is_trained else 0
     parts = _weight_parts(estimate_state_bytes(spec, strategy))
     return _make_moment(LOAD, **parts, communication=gathered, dequantized=temporary)
@@ -162,7 +164,9 @@ def _inference(spec: ModelSpec, strategy: Strategy) -> Moment:
         pass_tokens=strategy.tokens_per_micro_batch,
     )
     parts["quantization"] = weights.quantization_state
-    parts["dequantized"] = 2 * largest_matrix(spec) if strategy.weights.is_quantized else 0
+    parts["dequantized"] = (
+        2 * most_dequantized(spec, strategy) if strategy.weights.is_quantized else 0
+    )
     return _make_moment("inference", **parts)
 
 
@@ -368,11 +372,12 @@ def _assumptions(
     network = describe_network(strategy, network_bytes_per_second)
     if network is not None:
         found.append(network)
-    packed = as_used_for_inference(strategy).weights
-    is_by_module = packed.is_quantized and packed is not Dtype.GPTQ4
-    if is_by_module and any(part.role is Role.EXPERT for b in spec.blocks for part in b.linears):
+    packed = as_used_for_inference(strategy)
+    is_by_module = packed.weights.is_quantized and packed.weights is not Dtype.GPTQ4
+    experts = [part for b in spec.blocks for part in b.linears if part.role is Role.EXPERT]
+    if is_by_module and any(not (p.is_grouped and packs_experts(packed)) for p in experts):
         found.append(
-            f"the experts stay in 16 bit: {packed.value} loading packs linear modules, "
+            f"the experts stay in 16 bit: {packed.weights.value} loading packs linear modules, "
             "and transformers keeps experts as bare parameters"
         )
     if node.gpu.measured is not None:

@@ -20,8 +20,8 @@ from tightfit.estimation.weights import (
     is_dora,
     is_lora_target,
     largest_layer,
-    largest_matrix,
     layer_adapter_params,
+    most_dequantized,
     num_trainable,
     retrained_params,
 )
@@ -248,7 +248,7 @@ def estimate_buffer_bytes(spec: ModelSpec, strategy: Strategy) -> BufferBytes:
     Source: torch fully_shard notes; DeepSpeed configuration docs.
     """
     casts_forward, casts_loss, casts_backward = _cast_bytes(spec, strategy)
-    dequantized = 2 * largest_matrix(spec) if strategy.weights.is_quantized else 0
+    dequantized = 2 * most_dequantized(spec, strategy) if strategy.weights.is_quantized else 0
     if strategy.has_fp8:
         dequantized = _fp8_bytes(spec, strategy)
     return _gathered_bytes(spec, strategy)._replace(
@@ -322,7 +322,7 @@ def _layer_bytes(spec: ModelSpec, strategy: Strategy) -> int:
     if not strategy.weights.is_quantized:
         return num_values * strategy.compute.value_bytes
     weights = estimate_weight_bytes(spec, strategy)
-    num_packed = max(1, count_quantized_values(spec, strategy.weights))
+    num_packed = max(1, count_quantized_values(spec, strategy))
     in_layer = min(num_values, num_packed // spec.num_layers)
     packed = (weights.packed + weights.quantization_state) * in_layer // num_packed
     return packed + 2 * (num_values - in_layer)

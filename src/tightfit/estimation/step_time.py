@@ -247,7 +247,7 @@ def _in_fp8(batch: MicroBatch, seconds: float) -> float:
     if not batch.strategy.has_fp8:
         return seconds
     work, tokens = batch.work, batch.tokens
-    share = work.packed_weights(Dtype.INT8) / max(1, work.weights_held)
+    share = work.module_weights / max(1, work.weights_held)
     num_bytes = min(work.weights_held, work.weights_used * tokens)
     num_bytes += tokens * (work.inputs_used + 2 * work.outputs_used)
     fp8 = 2.0 * tokens * work.weights_used / batch.rates.fp8_flops_per_second
@@ -397,7 +397,7 @@ def _time_blocks(job: MicroBatch, matmul: float, *, backward: bool) -> PassSecon
         memory_bound=(scores + _moved_bytes(job, backward=backward))
         / job.rates.elementwise_bytes_per_second,
         dequantize=traffic.dequantize_seconds(
-            job.work, job.rates, job.strategy.weights, tokens=job.tokens, backward=backward
+            job.work, job.rates, job.strategy, tokens=job.tokens, backward=backward
         ),
     )
 
@@ -644,7 +644,7 @@ def _gradient_value_bytes(strategy: Strategy) -> int:
 def _payload(job: MicroBatch, num_trainable: int) -> comms.Payload:
     strategy = job.strategy
     if strategy.weights.is_quantized:
-        packed = job.work.packed_weights(strategy.weights)
+        packed = job.work.packed_weights(strategy)
         # Half a byte per 4-bit value, and its scales.
         weight_bytes = {Dtype.INT8: 1.0}.get(strategy.weights, 0.53) * packed
         weight_bytes += 2.0 * (job.work.num_params - packed)

@@ -161,7 +161,7 @@ def fp8_bytes(
     """
     if not strategy.has_fp8 or (strategy.fp8_gradients and not backward):
         return 0.0
-    weights = work.packed_weights(Dtype.INT8)
+    weights = work.module_weights
     if not backward:
         values = tokens * work.module_inputs_used
         return FP8_CAST_BYTES * (values + (0 if strategy.stores_fp8 else weights))
@@ -222,12 +222,13 @@ Fit to Llama-2-7B on one H200, int8 against bf16 (benchmarks/results/h200_steps.
 
 
 def dequantize_seconds(
-    work: Workload, rates: DeviceRates, dtype: Dtype, *, tokens: float, backward: bool
+    work: Workload, rates: DeviceRates, strategy: Strategy, *, tokens: float, backward: bool
 ) -> float:
     """Dequantizing every quantized matrix once, plus int8's work on activations."""
+    dtype = strategy.weights
     if not dtype.is_quantized:
         return 0.0
-    packed = work.packed_weights(dtype)
+    packed = work.packed_weights(strategy)
     nf4_rate = None if rates.measured is None else rates.measured.nf4_weights_per_second
     if dtype is Dtype.NF4 and nf4_rate is not None:
         return packed / nf4_rate

@@ -64,9 +64,9 @@ def estimate_weight_bytes(spec: ModelSpec, strategy: Strategy) -> WeightBytes:
     """Base weights as loaded for `strategy`, before any sharding.
 
     Quantized loading packs the linear layers of the blocks: embeddings, head and
-    norms stay in 16 bit, and so do experts that are bare parameters, except in
-    GPTQ checkpoints, which hold them packed. fp8 keeps the same layers at one byte per value where
-    they are frozen; their scales are negligible.
+    norms stay in 16 bit. Bare experts are packed in nf4 where the runtime multiplies
+    them itself, and in GPTQ checkpoints. fp8 keeps linear layers at one byte per value
+    where they are frozen; their scales are negligible.
     Source: transformers `replace_with_bnb_linear`; bitsandbytes Linear4bit, Linear8bitLt.
     """
     if strategy.stores_fp8:
@@ -76,27 +76,32 @@ def estimate_weight_bytes(spec: ModelSpec, strategy: Strategy) -> WeightBytes:
         return WeightBytes(
             packed=spec.num_params * strategy.weights.value_bytes, plain=0, quantization_state=0
         )
-    packed, state = _quantized_bytes(spec, strategy.weights, strategy.double_quant)
+    packed, state = _quantized_bytes(spec, strategy)
     plain_value = 4 if strategy.upcast_unquantized else 2
     return WeightBytes(
         packed=packed,
-        plain=(spec.num_params - count_quantized_values(spec, strategy.weights)) * plain_value,
+        plain=(spec.num_params - count_quantized_values(spec, strategy)) * plain_value,
         quantization_state=state,
     )
 
 
-def count_quantized_values(spec: ModelSpec, dtype: Dtype) -> int:
+def packs_experts(strategy: Strategy) -> bool:
+    """Whether nf4 takes experts that we multiply ourselves. Other trainers' loading does not."""
+    return strategy.weights is Dtype.NF4 and not strategy.quirks.plain_modelling
+
+
+def count_quantized_values(spec: ModelSpec, strategy: Strategy) -> int:
     """Number of values that quantized loading packs."""
-    if dtype is not Dtype.GPTQ4:
-        return spec.linear_params
+    if strategy.weights is not Dtype.GPTQ4:
+        return spec.linear_params + packs_experts(strategy) * spec.grouped_params
     return sum(
         b.num_layers * sum(p.copies * p.in_features * p.out_features for p in b.linears)
         for b in spec.blocks
     )
 
 
-def _quantized_bytes(spec: ModelSpec, dtype: Dtype, double_quant: bool) -> tuple[int, int]:
-    num_values = count_quantized_values(spec, dtype)
+def _quantized_bytes(spec: ModelSpec, strategy: Strategy) -> tuple[int, int]:
+    dtype, num_values = strategy.weights, count_quantized_values(spec, strategy)
     if dtype is Dtype.INT8:
         rows = sum(
             b.num_layers * sum(p.copies * p.out_features for p in b.linears) for b in spec.blocks
@@ -104,7 +109,8 @@ def _quantized_bytes(spec: ModelSpec, dtype: Dtype, double_quant: bool) -> tuple
         return num_values, 4 * rows
     if dtype is Dtype.NF4:
         num_scales = num_values // NF4_BLOCK
-        state = num_scales + 4 * num_scales // NF4_OUTER_BLOCK if double_quant else 4 * num_scales
+        doubly = num_scales + 4 * num_scales // NF4_OUTER_BLOCK
+        state = doubly if strategy.double_quant else 4 * num_scales
         return num_values // 2, state
     num_groups = num_values // GPTQ_GROUP
     columns = sum(
@@ -173,6 +179,17 @@ def num_trainable(spec: ModelSpec, strategy: Strategy) -> int:
 def largest_matrix(spec: ModelSpec) -> int:
     """Values of the largest matrix inside the blocks: the most that is dequantized at once."""
     return max(p.in_features * p.out_features for b in spec.blocks for p in b.linears)
+
+
+def most_dequantized(spec: ModelSpec, strategy: Strategy) -> int:
+    """Values that are dequantized at once: one matrix, or one of all experts of a layer."""
+    experts = [
+        part.copies * part.in_features * part.out_features
+        for block in spec.blocks
+        for part in block.linears
+        if part.is_grouped and packs_experts(strategy)
+    ]
+    return max(largest_matrix(spec), *experts, 0)
 
 
 @lru_cache(maxsize=256)

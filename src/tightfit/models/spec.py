@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -62,6 +62,9 @@ class Linear(_Part):
     """Experts: how many of them one token passes through."""
     is_module: bool = True
     """False where the library keeps it as a bare 3-D parameter, which quantized loading skips."""
+    is_grouped: bool = False
+    """Bare experts that the runtime multiplies itself (runtime/kernels/experts.py), and so can keep
+    in nf4."""
     lora_rank_factor: NonNegativeInt = 1
     """How many times the rank peft's `all-linear` gives it: 2 for a fused pair of experts'
     matrices, 0 where it finds nothing to adapt."""
@@ -206,9 +209,17 @@ class ModelSpec(_Part):
     def linear_params(self) -> int:
         """Weights of the linear layers but the head: what 4- and 8-bit loading packs."""
         outer = sum(part.in_features * part.out_features for part in self.outer_linears)
-        return outer + sum(
+        return outer + self._count_weights(lambda part: part.is_module)
+
+    @cached_property
+    def grouped_params(self) -> int:
+        """Weights of bare experts that nf4 loading can pack beside the linear layers."""
+        return self._count_weights(lambda part: part.is_grouped)
+
+    def _count_weights(self, is_wanted: Callable[[Linear], bool]) -> int:
+        return sum(
             block.num_layers
-            * sum(p.copies * p.in_features * p.out_features for p in block.linears if p.is_module)
+            * sum(p.copies * p.in_features * p.out_features for p in block.linears if is_wanted(p))
             for block in self.blocks
         )
 

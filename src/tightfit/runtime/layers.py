@@ -38,7 +38,8 @@ _QUANTIZED_LAYER = "quantized_layer"
 
 
 def dequantize_base(model: nn.Module, *, is_deferred: bool = False) -> int:
-    """Replace every 4-bit layer by a plain frozen one; returns how many.
+    """Replace every 4-bit layer by a plain frozen one, and the codes of experts by their values;
+    returns how many matrices.
 
     Call before adapters are attached. Dequantizes one layer at a time, so no more than one matrix
     is in memory twice. The model's config still says nf4, which the adapter was trained on.
@@ -47,12 +48,14 @@ def dequantize_base(model: nn.Module, *, is_deferred: bool = False) -> int:
     """
     from bitsandbytes.nn import Linear4bit
 
+    from tightfit.runtime.packed_experts import unpack_all
+
     names = [name for name, module in model.named_modules() if isinstance(module, Linear4bit)]
     for name in names:
         model.set_submodule(
             name, _make_dequantized(model.get_submodule(name), is_deferred=is_deferred)
         )
-    return len(names)
+    return len(names) + unpack_all(model)
 
 
 def dequantize_deferred(model: nn.Module) -> None:

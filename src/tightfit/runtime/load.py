@@ -5,6 +5,7 @@ weights, quantized on the way, on the wanted device.
 from __future__ import annotations
 
 import pickle
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from tightfit.core.errors import (
 )
 from tightfit.core.settings import Sharding
 from tightfit.core.strategy import Strategy
+from tightfit.estimation.weights import packs_experts
 from tightfit.models.families.registry import find_family
 from tightfit.runtime.attention import (
     choose_attention_name,
@@ -164,18 +166,24 @@ def read_model(
     quantization = bitsandbytes_config(strategy)
     if quantization is not None:
         options["quantization_config"] = quantization
+    packing: Any = nullcontext()
+    if packs_experts(strategy):
+        from tightfit.runtime.packed_experts import packing_experts
+
+        packing = packing_experts(nf4_options(strategy))
     try:
-        model, info = auto_class(config).from_pretrained(
-            str(folder),
-            config=config,
-            dtype=plain_dtype(strategy),
-            attn_implementation=config._attn_implementation,
-            local_files_only=True,
-            trust_remote_code=False,
-            weights_only=True,
-            output_loading_info=True,
-            **options,
-        )
+        with packing:
+            model, info = auto_class(config).from_pretrained(
+                str(folder),
+                config=config,
+                dtype=plain_dtype(strategy),
+                attn_implementation=config._attn_implementation,
+                local_files_only=True,
+                trust_remote_code=False,
+                weights_only=True,
+                output_loading_info=True,
+                **options,
+            )
     except (
         *(OSError, ValueError, RuntimeError, KeyError, ImportError),
         pickle.UnpicklingError,
@@ -313,12 +321,27 @@ def make_random_model(
         for name, linear in list_quantizable(model):
             model.set_submodule(name, _make_random_quantized(linear, strategy, device))
         mark_quantized(model, strategy)
+    if packs_experts(strategy):
+        _pack_random_experts(model, strategy, device)
     materialize_empty(model, device)
     with torch.no_grad():
         model.initialize_weights()
     model.tie_weights()
     random_model: PreTrainedModel = model
     return random_model
+
+
+def _pack_random_experts(model: Any, strategy: Strategy, device: torch.device) -> None:
+    import torch
+
+    from tightfit.runtime.packed_experts import hold_codes, list_packable, quantize
+
+    for _, module, name in list_packable(model):
+        shape = tuple(module.get_parameter(name).shape)
+        values = torch.empty(shape, dtype=plain_dtype(strategy), device=device).normal_(0.0, 0.02)
+        codes = quantize(values, nf4_options(strategy))
+        codes._is_hf_initialized = True  # transformers' mark of values to keep
+        hold_codes(module, name, codes, shape)
 
 
 def materialize_empty(model: nn.Module, device: torch.device) -> None:
@@ -408,7 +431,7 @@ def make_quantized_linear(linear: Any, strategy: Strategy) -> Any:
         )
     else:
         layer = bnb.Linear4bit(
-            *shape, config.bnb_4bit_compute_dtype, **_nf4_options(config), device=meta
+            *shape, config.bnb_4bit_compute_dtype, **nf4_options(strategy), device=meta
         )
         disable_cpu_repacking(layer)
     layer.bias = linear.bias
@@ -424,8 +447,7 @@ def quantized_parameter(values: torch.Tensor, layer: Any, strategy: Strategy) ->
     bnb: Any = quantized  # not annotated
     if strategy.weights is Dtype.INT8:
         return bnb.Int8Params(values, requires_grad=False)
-    options = _nf4_options(bitsandbytes_config(strategy))
-    return bnb.Params4bit(values, requires_grad=False, **options, module=layer)
+    return bnb.Params4bit(values, requires_grad=False, **nf4_options(strategy), module=layer)
 
 
 def mark_quantized(model: Any, strategy: Strategy) -> None:
@@ -438,7 +460,9 @@ def mark_quantized(model: Any, strategy: Strategy) -> None:
     model.config.quantization_config = config
 
 
-def _nf4_options(config: Any) -> dict[str, Any]:
+def nf4_options(strategy: Strategy) -> dict[str, Any]:
+    """The arguments of bitsandbytes' 4-bit layers and parameters."""
+    config = bitsandbytes_config(strategy)
     return {
         "compress_statistics": config.bnb_4bit_use_double_quant,
         "quant_type": config.bnb_4bit_quant_type,

@@ -27,6 +27,7 @@ from tightfit.models.attention import read_attention_extras
 from tightfit.models.families.parts import ACTIVATIONS, KV_HEADS
 from tightfit.models.families.registry import find_family
 from tightfit.models.spec import Block, Linear, ModelSpec, Role
+from tightfit.runtime.kernels.experts import find_gating
 from tightfit.runtime.layers import decoder_layers
 from tightfit.runtime.libraries import fast_imports
 
@@ -366,6 +367,7 @@ def _read_bare(path: str, part: Any, hidden: int, *, is_adapted: bool) -> Iterat
                 role=Role.EXPERT,
                 copies=copies,
                 is_module=False,
+                is_grouped=hasattr(part, "has_gate") and find_gating(part) is not None,
                 lora_rank_factor=_RANK_FACTORS.get(name, 0) if is_adapted else 0,
             )
         elif parameter.dim() == 2 and ("router" in where or _ROUTER.search(path)):

@@ -26,10 +26,17 @@ from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import UserError
 from tightfit.core.settings import Offload, Sharding
 from tightfit.core.strategy import Strategy, Training
+from tightfit.estimation.weights import packs_experts
 from tightfit.planning.plan import Plan
 from tightfit.runtime.layers import decoder_layers
 from tightfit.runtime.libraries import torch_dtype
-from tightfit.runtime.load import load_base, load_meta, make_quantized_linear, mark_quantized
+from tightfit.runtime.load import (
+    load_base,
+    load_meta,
+    make_quantized_linear,
+    mark_quantized,
+)
+from tightfit.runtime.packed_experts import find_packed, hold_codes, pack_meta_experts
 from tightfit.runtime.staged import prefer_staged
 from tightfit.training.distributed import DistContext, broadcast_object, init_single_process_group
 from tightfit.training.model import Objective, prepare_model
@@ -211,6 +218,8 @@ def load_sharded(plan: Plan, training: Training, context: DistContext) -> Object
     quantized_names = broadcast_object(None if whole is None else list(_find_4bit(whole)))
     meta_model = load_meta(folder, strategy)
     quantize_meta_model(meta_model, quantized_names, strategy)
+    if packs_experts(strategy):
+        pack_meta_experts(meta_model)
     source = None
     if whole is not None:
         prepared = prepare_model(whole, strategy, training)
@@ -277,9 +286,17 @@ class WeightReceiver:
 
                 params_4bit: Any = modules.Params4bit
                 # The owner keeps the scales, which FSDP drops.
+                owner, own_name = homes[0]
+                packed = find_packed(owner, own_name)
                 filled = params_4bit.from_prequantized(
-                    values, statistics, requires_grad=False, device=self.device, module=homes[0][0]
+                    values,
+                    statistics,
+                    requires_grad=False,
+                    device=self.device,
+                    module=owner if packed is None else None,
                 )
+                if packed is not None:
+                    hold_codes(owner, own_name, filled, packed.shape)
             elif isinstance(empty, nn.Parameter):
                 filled = nn.Parameter(values, requires_grad=empty.requires_grad)
             else:

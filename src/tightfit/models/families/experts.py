@@ -291,7 +291,9 @@ def read_llama4(f: ConfigFields) -> ModelSpec:
     stem = parts.read_decoder_shape(f, head_dim=f.size_or_default("head_dim", default=128))
     experts = parts.read_experts(f, inner=stem.inner, count_default=16, per_token_default=1)
     attention = parts.split_attention(stem, bias=f.flag("attention_bias", default=False))
-    sparse = parts.expert_linears(stem, experts, router="router", has_linear_router=True)
+    sparse = parts.ungrouped(
+        parts.expert_linears(stem, experts, router="router", has_linear_router=True)
+    )
     sparse += parts.gated_mlp(stem)
     dense = parts.gated_mlp(
         stem,

@@ -398,6 +398,7 @@ def expert_linears(
             copies=experts.count,
             copies_per_token=experts.per_token,
             is_module=False,
+            is_grouped=True,
             lora_rank_factor=rank_factor if adapted else 0,
         )
 
@@ -409,6 +410,11 @@ def expert_linears(
         stacked("gate_up_proj", stem.hidden, 2 * experts.inner, rank_factor=2),
         stacked("down_proj", experts.inner, stem.hidden, rank_factor=1),
     )
+
+
+def ungrouped(linears: tuple[Linear, ...]) -> tuple[Linear, ...]:
+    """The same matrices, where only the family's own code multiplies its experts."""
+    return tuple(part.model_copy(update={"is_grouped": False}) for part in linears)
 
 
 def without_adapter(linears: tuple[Linear, ...]) -> tuple[Linear, ...]:

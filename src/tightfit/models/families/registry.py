@@ -45,7 +45,7 @@ def _mlp(f: ConfigFields, stem: DecoderShape) -> tuple[Linear, ...]:
     inner = f.optional_size("moe_intermediate_size", most=parts.MAX_INNER_WIDTH) or stem.inner
     experts = parts.read_experts(f, inner=inner, count_default=8, per_token_default=2)
     f.warnings.append("Experts on every layer are assumed, without shared ones.")
-    return parts.expert_linears(stem, experts, router="gate")
+    return parts.ungrouped(parts.expert_linears(stem, experts, router="gate"))
 
 
 def _warn(f: ConfigFields, *, is_llama: bool) -> None:

@@ -8,6 +8,7 @@ narrower. Frozen experts get no gradients, and nothing is kept for them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 EXPERTS = "tightfit_experts"
 """The name that transformers knows it by."""
+PACKED = "packed_experts"
+"""Attribute of a module with experts in nf4: `runtime/packed_experts.py` sets it."""
 
 
 class Gating(IntEnum):
@@ -105,8 +108,19 @@ def _has_grouped_kernel(rows: Tensor, width: int) -> bool:
     return not rows.is_cuda or torch.cuda.get_device_capability(rows.device) >= (8, 0)
 
 
+Unpack = Callable[[Tensor], Tensor]
+"""Makes matrices `[experts, in, out]` of a parameter's nf4 codes."""
+
+
+def _read(stored: Tensor, unpack: Unpack | None) -> Tensor:
+    return stored if unpack is None else unpack(stored)
+
+
 class _Experts(torch.autograd.Function):
-    """Both products of all experts, and what is between them."""
+    """Both products of all experts, and what is between them.
+
+    Codes are kept as such, and unpacked for each product: one of both matrices is there at a time.
+    """
 
     @staticmethod
     def forward(  # noqa: PLR0913, PLR0917  (tensors that get gradients are arguments)
@@ -119,23 +133,25 @@ class _Experts(torch.autograd.Function):
         down_bias: Tensor | None,
         routing: Routing,
         gating: Gating,
+        unpack: tuple[Unpack | None, Unpack | None],
     ) -> Tensor:
-        ctx.routing, ctx.gating = routing, gating
-        inner = multiply_groups(hidden[routing.tokens], gate_up, routing.ends)
+        ctx.routing, ctx.gating, ctx.unpack = routing, gating, unpack
+        inner = multiply_groups(hidden[routing.tokens], _read(gate_up, unpack[0]), routing.ends)
         activated = apply_gate(inner, gate_up_bias, routing.experts, gating)
-        outer = multiply_groups(activated, down, routing.ends)
+        outer = multiply_groups(activated, _read(down, unpack[1]), routing.ends)
         ctx.save_for_backward(hidden, weights, inner, gate_up, down, gate_up_bias, down_bias)
         return combine(outer, routing, weights, down_bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         hidden, weights, inner, gate_up, down, gate_up_bias, down_bias = ctx.saved_tensors
-        routing, gating = ctx.routing, ctx.gating
+        routing, gating, unpack = ctx.routing, ctx.gating, ctx.unpack
+        num_experts = len(routing.ends)
         needs = ctx.needs_input_grad
         gradient = gradients[0].contiguous()
         # Unweighted: its product with what was activated is the router's gradient.
         rows = gradient[routing.tokens]
-        narrow = multiply_groups(rows, down.transpose(-2, -1), routing.ends)
+        narrow = multiply_groups(rows, _read(down, unpack[1]).transpose(-2, -1), routing.ends)
         weight_of = weights.reshape(-1)[routing.pairs]
         grad_inner, grad_weight, activated = gate_backward(
             (inner, gate_up_bias, narrow, weight_of, routing.experts), gating, needs_values=needs[3]
@@ -144,7 +160,7 @@ class _Experts(torch.autograd.Function):
         if activated is not None:
             grad_down = multiply_within_groups(activated, rows, routing.ends)
         if needs[5]:
-            grad_down_bias = _sum_rows(rows * weight_of[:, None], routing, len(down))
+            grad_down_bias = _sum_rows(rows * weight_of[:, None], routing, num_experts)
         del rows, narrow, activated
         grad_weights = grad_weight[routing.places.reshape(-1)].view(weights.shape)
         if down_bias is not None:
@@ -152,14 +168,15 @@ class _Experts(torch.autograd.Function):
         if needs[2]:
             grad_gate_up = multiply_within_groups(hidden[routing.tokens], grad_inner, routing.ends)
         if needs[4]:
-            grad_gate_up_bias = _sum_rows(grad_inner, routing, len(down))
+            grad_gate_up_bias = _sum_rows(grad_inner, routing, num_experts)
         grad_hidden = None
         if needs[0]:
-            rows = multiply_groups(grad_inner, gate_up.transpose(-2, -1), routing.ends)
-            del grad_inner
+            matrices = _read(gate_up, unpack[0]).transpose(-2, -1)
+            rows = multiply_groups(grad_inner, matrices, routing.ends)
+            del matrices, grad_inner
             grad_hidden = combine(rows, routing)
         found = (grad_hidden, grad_weights.to(weights.dtype), grad_gate_up, grad_down)
-        return (*found, grad_gate_up_bias, grad_down_bias, None, None)
+        return (*found, grad_gate_up_bias, grad_down_bias, None, None, None)
 
 
 def _sum_rows(rows: Tensor, routing: Routing, num_experts: int) -> Tensor:
@@ -252,24 +269,39 @@ def run_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) ->
         made: Tensor = usual(module, hidden, chosen, weights)
         return made
     device = hidden.device.type
-    gate_up, down = module.gate_up_proj, module.down_proj
-    dtype = gate_up.dtype
+    biases = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else (None, None)
+    is_packed = PACKED in vars(module)
+    dtype = hidden.dtype if is_packed else module.gate_up_proj.dtype
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-    if not module.is_transposed:
-        gate_up, down = gate_up.transpose(-2, -1), down.transpose(-2, -1)
-    biases = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else (None, None)
+    gate_up, unpack_gate_up = _prepare(module, "gate_up_proj", dtype)
+    down, unpack_down = _prepare(module, "down_proj", dtype)
     apply: Any = _Experts.apply
     summed: Tensor = apply(
         hidden.to(dtype),
         weights,
-        gate_up.to(dtype),
-        down.to(dtype),
+        gate_up,
+        down,
         *(bias if bias is None else bias.to(dtype) for bias in biases),
-        sort_by_expert(chosen, len(down)),
+        sort_by_expert(chosen, module.num_experts),
         gating,
+        (unpack_gate_up, unpack_down),
     )
     return summed.to(hidden.dtype)
+
+
+def _prepare(module: Any, name: str, dtype: torch.dtype) -> tuple[Tensor, Unpack | None]:
+    """The matrices `[experts, in, out]` of a parameter, or its codes and what unpacks them."""
+
+    def orient(values: Tensor) -> Tensor:
+        values = values.to(dtype)
+        return values if module.is_transposed else values.transpose(-2, -1)
+
+    stored = getattr(module, name)
+    packed = vars(module).get(PACKED, {}).get(name)
+    if packed is None:
+        return orient(stored), None
+    return stored, lambda codes: orient(packed.unpack(codes))
 
 
 def find_gating(module: Any) -> Gating | None:
@@ -282,10 +314,10 @@ def find_gating(module: Any) -> Gating | None:
         return Gating.CLAMPED if is_usual else None
     if own.__name__ != "_default_apply_gate" or not module.is_concatenated:
         return None
-    act = module.act_fn
-    if isinstance(act, nn.SiLU) or type(act).__name__ == "SiLUActivation":
+    name = getattr(module.act_fn, "__name__", type(module.act_fn).__name__)
+    if name in ("silu", "SiLU", "SiLUActivation"):
         return Gating.SILU
-    return Gating.GELU_TANH if type(act).__name__ == "GELUTanh" else None
+    return Gating.GELU_TANH if name == "GELUTanh" else None
 
 
 def use_grouped_experts(config: PretrainedConfig) -> None:

@@ -146,8 +146,9 @@ class _Loading:
                     self._codes[name] = quantize_nf4(values, double_quant=double_quant)
                     del values  # before the next matrix is read
                 elif is_quantized_parameter(final):
-                    owner = self._module.get_submodule(name.rpartition(".")[0])
-                    self._put(name, quantize_on_gpu(final, owner, self._plain, self._device))
+                    path, _, own = name.rpartition(".")
+                    owner = self._module.get_submodule(path)
+                    self._put(name, quantize_on_gpu(final, owner, own, self._plain, self._device))
                 else:
                     self._put_empty(name, self._read_dtype(final))
 

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tightfit.core.errors import SetupError
 from tightfit.core.settings import Loss
 from tightfit.core.strategy import Strategy
+from tightfit.estimation.weights import packs_experts
 from tightfit.planning.plan import BITSANDBYTES
 from tightfit.runtime import flex_attention
 from tightfit.runtime.kernels import experts, fp8
@@ -24,8 +25,17 @@ from tightfit.runtime.load import (
     list_quantizable,
     make_quantized_linear,
     mark_quantized,
+    nf4_options,
     plain_dtype,
     quantized_parameter,
+)
+from tightfit.runtime.packed_experts import (
+    find_packed,
+    hold_codes,
+    list_packable,
+    list_packed,
+    quantize,
+    to_rows,
 )
 from tightfit.trace.kernel_stubs import (
     liger_without_kernels,
@@ -52,6 +62,11 @@ def quantize_meta_fake(model: Any, strategy: Strategy) -> None:
         values = torch.empty(shape, dtype=plain_dtype(strategy), device=_META)
         new.weight = quantized_parameter(values, new, strategy)._quantize(_META)
         model.set_submodule(name, new.requires_grad_(False))
+    if packs_experts(strategy):
+        for _, module, name in list_packable(model):
+            values = torch.empty_like(module.get_parameter(name), dtype=plain_dtype(strategy))
+            codes = quantize(values, nf4_options(strategy))
+            hold_codes(module, name, codes, tuple(values.shape))
     mark_quantized(model, strategy)
     model.train()
 
@@ -62,7 +77,9 @@ def _bitsandbytes() -> Any:
     return functional  # not annotated
 
 
-def quantize_on_gpu(weight: Any, owner: nn.Module, dtype: torch.dtype, device: torch.device) -> Any:
+def quantize_on_gpu(
+    weight: Any, owner: nn.Module, name: str, dtype: torch.dtype, device: torch.device
+) -> Any:
     """Load a weight to `device` and quantize it there, as loading does.
 
     As `_quantize` of bitsandbytes' parameters, which cannot be made of fake tensors. For int8 the
@@ -78,17 +95,23 @@ def quantize_on_gpu(weight: Any, owner: nn.Module, dtype: torch.dtype, device: t
         placed.CB, placed.SCB = codes, scales
         return placed
     state = weight.quant_state
-    values = torch.empty(state.shape, dtype=state.dtype, device=device)
+    packed = find_packed(owner, name)
+    shape = state.shape if packed is None else packed.shape
+    values = torch.empty(shape, dtype=state.dtype, device=device)
     codes, made = bnb.quantize_4bit(
-        values,
+        values if packed is None else to_rows(values),
         blocksize=weight.blocksize,
         compress_statistics=weight.compress_statistics,
         quant_type=weight.quant_type,
         quant_storage=weight.quant_storage,
     )
     placed = _wrap_fake(codes, weight)
-    named: Any = owner
-    placed.quant_state = named.quant_state = made
+    placed.quant_state = made
+    if packed is None:
+        named: Any = owner
+        named.quant_state = made
+    else:
+        hold_codes(owner, name, placed, packed.shape)
     return placed
 
 
@@ -128,9 +151,17 @@ def list_quantization_state(model: nn.Module) -> list[Tensor]:
         state = getattr(weight, "quant_state", None)
         if state is None and weight is not None:
             state = getattr(module, "quant_state", None)  # its weight is sharded
-        while state is not None:
-            found.extend(t for t in (state.absmax, state.code, state.offset) if t is not None)
-            state = state.state2
+        found += _list_state(state)
+    for _, _, packed in list_packed(model):
+        found += _list_state(packed.state)
+    return found
+
+
+def _list_state(state: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    while state is not None:
+        found.extend(t for t in (state.absmax, state.code, state.offset) if t is not None)
+        state = state.state2
     return found
 
 

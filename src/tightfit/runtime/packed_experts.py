@@ -1,0 +1,151 @@
+"""A layer's experts in nf4: packed while they are loaded, unpacked one matrix at a time.
+
+bitsandbytes packs linear layers, and transformers keeps the experts of a layer as one bare
+parameter. Here that parameter holds nf4 codes, and `runtime/kernels/experts.py` dequantizes it for
+each product. Only experts that run there can be packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from tightfit.runtime.kernels.experts import EXPERTS, PACKED, find_gating
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_NAMES = ("gate_up_proj", "down_proj")
+_BLOCK = 64
+
+
+class Packed(NamedTuple):
+    """What turns a parameter's codes into values again."""
+
+    state: Any
+    """bitsandbytes' QuantState: scales, their scales, and the table of 16 values."""
+    shape: tuple[int, ...]
+    """[experts, out, in], or transposed."""
+
+    def unpack(self, codes: Tensor) -> Tensor:
+        from bitsandbytes import functional
+
+        dequantize: Any = functional.dequantize_4bit  # not annotated
+        values: Tensor = dequantize(codes.as_subclass(Tensor), self.state)
+        return values.view(self.shape)
+
+
+def find_packed(module: nn.Module, name: str) -> Packed | None:
+    """The module keeps it, since sharding drops what is attached to a parameter."""
+    packed: Packed | None = vars(module).get(PACKED, {}).get(name)
+    return packed
+
+
+def list_packable(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
+    """The path, module and name of every matrix of experts that can be packed."""
+    return [
+        (f"{path}.{name}", module, name)
+        for path, module in model.named_modules()
+        if hasattr(module, "has_gate") and _runs_here(module)
+        for name in _NAMES
+    ]
+
+
+def _runs_here(module: Any) -> bool:
+    is_ours = getattr(module.config, "_experts_implementation", None) == EXPERTS
+    return is_ours and find_gating(module) is not None
+
+
+def list_packed(model: nn.Module) -> list[tuple[nn.Module, str, Packed]]:
+    return [
+        (module, name, packed)
+        for module in model.modules()
+        for name, packed in vars(module).get(PACKED, {}).items()
+    ]
+
+
+def hold_codes(module: nn.Module, name: str, codes: Any, shape: tuple[int, ...]) -> None:
+    """Make quantized values, a `Params4bit`, the module's parameter of this name."""
+    module._parameters[name] = codes
+    vars(module).setdefault(PACKED, {})[name] = Packed(codes.quant_state, shape)
+
+
+def to_rows(values: Tensor) -> Tensor:
+    """Rows of one block of nf4 each: bitsandbytes is right about them on every device."""
+    is_whole = values.numel() % _BLOCK == 0
+    return values.reshape(-1, _BLOCK) if is_whole else values.reshape(1, -1)
+
+
+def quantize(values: Tensor, options: dict[str, Any]) -> Any:
+    """The values of one matrix of experts as `Params4bit`, on the device where they are."""
+    from bitsandbytes import nn as quantized
+
+    bnb: Any = quantized  # not annotated
+    rows = bnb.Params4bit(to_rows(values), requires_grad=False, **options)
+    return rows._quantize(values.device)
+
+
+def pack_meta_experts(model: nn.Module) -> None:
+    """Codes without values or scales in place of the experts of a model on the meta device."""
+    for _, module, name in list_packable(model):
+        shape = tuple(module.get_parameter(name).shape)
+        codes = torch.empty(prod(shape) // 2, 1, dtype=torch.uint8, device="meta")
+        module._parameters[name] = torch.nn.Parameter(codes, requires_grad=False)
+        vars(module).setdefault(PACKED, {})[name] = Packed(None, shape)
+
+
+def unpack_all(model: nn.Module) -> int:
+    """Put plain frozen values in place of codes, matrix by matrix; returns how many."""
+    found = list_packed(model)
+    for module, name, packed in found:
+        values = packed.unpack(module.get_parameter(name))
+        module._parameters[name] = torch.nn.Parameter(values, requires_grad=False)
+        del vars(module)[PACKED][name]
+    return len(found)
+
+
+@contextmanager
+def packing_experts(options: dict[str, Any]) -> Iterator[None]:
+    """Let transformers pack experts too, as it reads them: each matrix as soon as it is whole."""
+    from transformers.integrations.bitsandbytes import Bnb4bitQuantize
+    from transformers.quantizers import auto
+    from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+
+    base_operation: Any = Bnb4bitQuantize
+    base_quantizer: Any = Bnb4BitHfQuantizer
+
+    class Operation(base_operation):  # type: ignore[misc]
+        def convert(self, input_dict: Any, *, model: Any = None, **context: Any) -> Any:
+            packable = self.hf_quantizer.packable
+            experts = {name: input_dict[name] for name in input_dict if name in packable}
+            others = {name: input_dict[name] for name in input_dict if name not in packable}
+            made = super().convert(others, model=model, **context) if others else {}
+            for path, values in experts.items():
+                whole = values[0] if isinstance(values, list) else values
+                codes = quantize(whole, options)
+                module, name = packable[path]
+                hold_codes(module, name, codes, tuple(whole.shape))
+                made[path] = codes
+            return made
+
+    class Quantizer(base_quantizer):  # type: ignore[misc]
+        def _process_model_before_weight_loading(self, model: Any, *args: Any, **more: Any) -> None:
+            super()._process_model_before_weight_loading(model, *args, **more)
+            self.packable = {path: (module, name) for path, module, name in list_packable(model)}
+
+        def param_needs_quantization(self, model: Any, param_name: str, **more: Any) -> bool:
+            if param_name in self.packable:
+                return True
+            return bool(super().param_needs_quantization(model, param_name, **more))
+
+        def get_quantize_ops(self) -> Any:
+            return Operation(self)
+
+    with patch.dict(auto.AUTO_QUANTIZER_MAPPING, {"bitsandbytes_4bit": Quantizer}):
+        yield
