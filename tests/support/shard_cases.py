@@ -56,6 +56,29 @@ def make_model(folder: Path, *, is_tied: bool = False, **changes: Any) -> Path:
     return folder
 
 
+def make_mixture(folder: Path) -> Path:
+    """A Qwen3-MoE of 2 layers, each of 4 experts."""
+    import transformers
+
+    auto: Any = transformers.AutoModelForCausalLM
+    config: Any = transformers.Qwen3MoeConfig
+    made = config(
+        hidden_size=64,
+        moe_intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=4,
+        num_experts_per_tok=2,
+        vocab_size=VOCABULARY,
+    )
+    torch.manual_seed(7)
+    auto.from_config(made, dtype=torch.float32).save_pretrained(folder)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    return folder
+
+
 def make_store(folder: Path, *, num_rows: int = 23, seed: int = 3) -> TokenStore:
     """Rows of 4 to 32 random tokens; the first third of each carries no loss."""
     folder.mkdir(parents=True)

@@ -14,7 +14,12 @@ from tightfit.core.dtypes import Dtype
 from tightfit.core.settings import Loss, Method
 from tightfit.core.strategy import Strategy
 from tightfit.estimation.flops import skips_masked_pairs
-from tightfit.estimation.weights import augmented_token_bytes, is_dora, is_lora_target
+from tightfit.estimation.weights import (
+    augmented_token_bytes,
+    is_dora,
+    is_lora_target,
+    packs_experts,
+)
 from tightfit.models.families.registry import find_family
 from tightfit.models.spec import Block, Linear, ModelSpec, Role
 
@@ -434,7 +439,8 @@ def _mlp_bytes(spec: ModelSpec, block: Block, strategy: Strategy, numerics: Valu
         num_active = experts[-1].copies_per_token
         width = experts[-1].in_features
         per_expert = numerics.value * (2 if spec.is_gated_mlp else 1) * width
-        if strategy.compile or strategy.quirks.plain_modelling:
+        is_compiled = strategy.compile and not packs_experts(strategy)
+        if is_compiled or strategy.quirks.plain_modelling:
             # Tokens are gathered for each expert, and each expert's output is kept for the router.
             per_expert = _inner_bytes(spec, strategy, numerics) * width
             per_expert += numerics.value * spec.hidden_size

@@ -14,7 +14,7 @@ from tightfit.core.strategy import Strategy
 from tightfit.core.text import did_you_mean
 from tightfit.core.trainers import find_trainer
 from tightfit.estimation.activations import can_fuse_head_and_loss
-from tightfit.estimation.weights import is_dora, is_lora_target
+from tightfit.estimation.weights import is_dora, is_lora_target, packs_experts
 from tightfit.hardware.types import Gpu, Node
 from tightfit.models.attention import (
     AttentionNeeds,
@@ -771,6 +771,24 @@ DEQUANTIZED_RULES = _group(
     source="tightfit/runtime/layers.py",
 )
 
+PACKED_EXPERTS_RULES = _group(
+    Rule(
+        "experts-adapters",
+        lambda c, s: _adapts_bare_weights(c),
+        "peft adds an adapter's product to the values of experts, and in nf4 they are codes: "
+        "--set weights=bf16, or --set lora_targets=all-linear",
+        "peft 0.21, lora/layer.py ParamWrapper",
+    ),
+    Rule(
+        "experts-zero3",
+        lambda c, s: s.sharding is Sharding.ZERO3,
+        "zero3 does not gather the scales of experts in nf4: use fsdp, ddp or zero2",
+        "deepspeed 0.19, runtime/zero/partition_parameters.py",
+    ),
+    applies=lambda c, s: packs_experts(s) and not s.dequantized_base and c.spec.grouped_params > 0,
+    source="tightfit/runtime/packed_experts.py",
+)
+
 FP8_RULES = _group(
     Rule(
         "fp8-capability",
@@ -928,6 +946,7 @@ GROUPS = (
     FUSED_LORA_RULES,
     DORA_RULES,
     DEQUANTIZED_RULES,
+    PACKED_EXPERTS_RULES,
     FP8_RULES,
     CPU_RULES,
 )

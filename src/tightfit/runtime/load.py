@@ -59,12 +59,11 @@ def load_base(
     silence_libraries()
     register_attention()
     config = read_config(folder, strategy, attention=attention)
-    stored = getattr(config, "quantization_config", None)
-    if stored is not None and not random_weights:
-        method = stored.get("quant_method") if isinstance(stored, dict) else stored.quant_method
+    stored = find_stored_method(config)
+    if stored not in (None, MXFP4) and not random_weights:
         raise InvalidInputError(
-            f"{folder} is already quantized ({getattr(method, 'value', method)}), and training "
-            "quantizes the original weights itself.",
+            f"{folder} is already quantized ({stored}), and training quantizes the original "
+            "weights itself.",
             remedy="name the model it was made from",
         )
     weights = strategy.weights
@@ -116,6 +115,26 @@ def read_config(
     return config
 
 
+MXFP4 = "mxfp4"
+"""The one packed format that models are published in; it is unpacked while it is read."""
+
+
+def find_stored_method(config: PretrainedConfig) -> str | None:
+    """How the files are quantized, as `config.json` says it."""
+    stored: Any = getattr(config, "quantization_config", None)
+    if stored is None:
+        return None
+    method = stored.get("quant_method") if isinstance(stored, dict) else stored.quant_method
+    return str(getattr(method, "value", method))
+
+
+def _unpack_mxfp4() -> Any:
+    import transformers
+
+    library: Any = transformers  # not annotated
+    return library.Mxfp4Config(dequantize=True)
+
+
 def build_model(config: PretrainedConfig, strategy: Strategy) -> PreTrainedModel:
     """The family's model on the current default device, not quantized."""
     auto = auto_class(config)
@@ -164,13 +183,18 @@ def read_model(
     Raises a UserError for unreadable files and missing tensors; out of memory is passed on.
     """
     quantization = bitsandbytes_config(strategy)
+    from_mxfp4 = find_stored_method(config) == MXFP4
+    if from_mxfp4 and quantization is None:
+        quantization = _unpack_mxfp4()
+    elif from_mxfp4:
+        del config.quantization_config  # it would be taken instead of ours
     if quantization is not None:
         options["quantization_config"] = quantization
     packing: Any = nullcontext()
     if packs_experts(strategy):
         from tightfit.runtime.packed_experts import packing_experts
 
-        packing = packing_experts(nf4_options(strategy))
+        packing = packing_experts(nf4_options(strategy), from_mxfp4=from_mxfp4)
     try:
         with packing:
             model, info = auto_class(config).from_pretrained(
@@ -458,6 +482,7 @@ def mark_quantized(model: Any, strategy: Strategy) -> None:
     model.is_quantized = True
     model.quantization_method = config.quant_method
     model.config.quantization_config = config
+    model.config._is_quantized = True  # Mamba layers then call the module whose weight they read
 
 
 def nf4_options(strategy: Strategy) -> dict[str, Any]:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _NAMES = ("gate_up_proj", "down_proj")
 _BLOCK = 64
+MXFP4_ENDINGS = ("_blocks", "_scales")
+"""Of the names of tensors that hold MXFP4: codes, and a scale for each 32 of them."""
 
 
 class Packed(NamedTuple):
@@ -110,28 +112,55 @@ def unpack_all(model: nn.Module) -> int:
     return len(found)
 
 
+_CHUNK_ROWS = 1 << 20
+"""transformers unpacks MXFP4 with eight bytes per code: so many blocks of 32 values at a time."""
+
+
 @contextmanager
-def packing_experts(options: dict[str, Any]) -> Iterator[None]:
-    """Let transformers pack experts too, as it reads them: each matrix as soon as it is whole."""
+def packing_experts(options: dict[str, Any], *, from_mxfp4: bool) -> Iterator[None]:
+    """Let transformers pack experts too, as it reads them: each matrix as soon as it is whole.
+
+    `from_mxfp4`: the files hold them in MXFP4, as those of gpt-oss do.
+    """
+    from transformers.core_model_loading import ConversionOps, WeightConverter
     from transformers.integrations.bitsandbytes import Bnb4bitQuantize
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
     from transformers.quantizers import auto
     from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
 
-    base_operation: Any = Bnb4bitQuantize
+    base_operation: Any = ConversionOps
+    base_quantize: Any = Bnb4bitQuantize
     base_quantizer: Any = Bnb4BitHfQuantizer
+    make_converter: Any = WeightConverter
 
-    class Operation(base_operation):  # type: ignore[misc]
+    class Unpack(base_operation):  # type: ignore[misc]
+        """The values of MXFP4 codes. They come in a float dtype, which holds a byte exactly."""
+
+        def convert(self, input_dict: Any, *, full_layer_name: str = "", **_: Any) -> Any:
+            codes, scales = (
+                next(_first(found) for name, found in input_dict.items() if name.endswith(ending))
+                for ending in MXFP4_ENDINGS
+            )
+            unpack: Any = convert_moe_packed_tensors
+            values = unpack(
+                codes.to(torch.uint8),
+                scales.to(torch.uint8),
+                dtype=codes.dtype,
+                rows_per_chunk=_CHUNK_ROWS,
+            )
+            return {full_layer_name: values}
+
+    class Quantize(base_quantize):  # type: ignore[misc]
         def convert(self, input_dict: Any, *, model: Any = None, **context: Any) -> Any:
             packable = self.hf_quantizer.packable
             experts = {name: input_dict[name] for name in input_dict if name in packable}
             others = {name: input_dict[name] for name in input_dict if name not in packable}
             made = super().convert(others, model=model, **context) if others else {}
-            for path, values in experts.items():
-                whole = values[0] if isinstance(values, list) else values
-                codes = quantize(whole, options)
+            for path, found in experts.items():
+                values = _first(found)
+                made[path] = quantize(values, options)
                 module, name = packable[path]
-                hold_codes(module, name, codes, tuple(whole.shape))
-                made[path] = codes
+                hold_codes(module, name, made[path], tuple(values.shape))
             return made
 
     class Quantizer(base_quantizer):  # type: ignore[misc]
@@ -145,7 +174,20 @@ def packing_experts(options: dict[str, Any]) -> Iterator[None]:
             return bool(super().param_needs_quantization(model, param_name, **more))
 
         def get_quantize_ops(self) -> Any:
-            return Operation(self)
+            return Quantize(self)
+
+        def get_weight_conversions(self) -> Any:
+            if not from_mxfp4:
+                return super().get_weight_conversions()
+            return [
+                make_converter([name + ending for ending in MXFP4_ENDINGS], name, [Unpack()])
+                for name in _NAMES
+            ]
 
     with patch.dict(auto.AUTO_QUANTIZER_MAPPING, {"bitsandbytes_4bit": Quantizer}):
         yield
+
+
+def _first(found: Any) -> Tensor:
+    tensor: Tensor = found[0] if isinstance(found, list) else found
+    return tensor

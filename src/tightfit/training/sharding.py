@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,12 @@ from tightfit.runtime.load import (
     make_quantized_linear,
     mark_quantized,
 )
-from tightfit.runtime.packed_experts import find_packed, hold_codes, pack_meta_experts
+from tightfit.runtime.packed_experts import (
+    find_packed,
+    hold_codes,
+    list_packed,
+    pack_meta_experts,
+)
 from tightfit.runtime.staged import prefer_staged
 from tightfit.training.distributed import DistContext, broadcast_object, init_single_process_group
 from tightfit.training.model import Objective, prepare_model
@@ -75,12 +81,11 @@ class QuantizedShardCheck:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._expected: dict[int, Tensor] = {}
+        self._expected: dict[tuple[int, str], Tensor] = {}
 
     def note(self, layer: nn.Module) -> None:
         """Record the outputs of the layer's unsharded matrices."""
-        for matrix in _find_4bit(layer).values():
-            self._expected[id(matrix)] = self._run(matrix)
+        self._expected |= dict(self._outputs(layer))
 
     def compare(self, layers: list[nn.Module]) -> None:
         """Raise on every rank if any rank's sharded outputs differ from the recorded ones."""
@@ -90,8 +95,8 @@ class QuantizedShardCheck:
         for layer in layers:
             gathered: Any = layer
             gathered.unshard()
-            for matrix in _find_4bit(layer).values():
-                worst = torch.maximum(worst, self._distance(matrix))
+            for key, output in self._outputs(layer):
+                worst = torch.maximum(worst, self._distance(self._expected[key], output))
             gathered.reshard()
         self._expected.clear()
         if dist.is_initialized():
@@ -104,11 +109,17 @@ class QuantizedShardCheck:
                 remedy="--sharding ddp, which keeps them whole, or --weights bf16",
             )
 
-    def _distance(self, layer: nn.Module) -> Tensor:
-        expected = self._expected[id(layer)]
+    def _outputs(self, layer: nn.Module) -> Iterator[tuple[tuple[int, str], Tensor]]:
+        for matrix in _find_4bit(layer).values():
+            yield (id(matrix), ""), self._run(matrix)
+        for module, name, packed in list_packed(layer):
+            values = packed.unpack(getattr(module, name))
+            yield (id(module), name), values.sum(-1, dtype=torch.float32)
+
+    @staticmethod
+    def _distance(expected: Tensor, output: Tensor) -> Tensor:
         if dist.is_initialized():
             dist.broadcast(expected, src=0)
-        output = self._run(layer)
         distance: Tensor = (output - expected).abs().max() / expected.abs().max()
         return torch.nan_to_num(distance, nan=float("inf"))
 

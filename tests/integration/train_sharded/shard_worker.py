@@ -29,6 +29,7 @@ from tightfit.core.settings import Method, Sharding
 from tightfit.data.token_store import TokenStore
 from tightfit.runs.run_folder import RunFolder
 from tightfit.runtime.layers import decoder_layers
+from tightfit.runtime.packed_experts import list_packed
 from tightfit.training.checkpoint import Progress, find_checkpoint, read_progress, write_checkpoint
 from tightfit.training.distributed import DistContext, destroy_dist_context, init_dist_context
 from tightfit.training.engine import build_engine
@@ -113,7 +114,8 @@ def many(part: Part) -> None:
         part.keep(f"{method}-{name}", trainer, losses)
         part.notes[f"{method}-{name}"]["wrapping"] = wrapping
     part.notes["overflow"] = _overflow_on_one_rank(part)
-    part.notes["packed"] = _pack(part)
+    part.notes["packed"] = _pack(part, "model")
+    part.notes["packed-mixture"] = _pack(part, "mixture")
 
 
 def resume_alone(part: Part) -> None:
@@ -185,12 +187,12 @@ def _overflow_on_one_rank(part: Part) -> dict[str, Any]:
     }
 
 
-def _pack(part: Part) -> dict[str, Any]:
+def _pack(part: Part, model: str) -> dict[str, Any]:
     """nf4: sharded as replicated; and refused where sharding spoils the scales."""
-    packed = {"method": Method.LORA, "weights": "nf4"}
+    packed = {"method": Method.LORA, "weights": "nf4", "lora_targets": ("q_proj", "v_proj")}
     notes: dict[str, Any] = {}
     for sharding in (Sharding.DDP, Sharding.FSDP):
-        trainer = part.trainer(sharding=sharding, **packed)
+        trainer = part.trainer(model, sharding=sharding, **packed)
         notes[sharding.value] = trainer.train(0, 5)
         codes = [p for p in trainer.engine.module.parameters() if p.dtype is torch.uint8]
         notes[f"{sharding.value}-codes"] = [len(codes), sum(isinstance(p, DTensor) for p in codes)]
@@ -198,13 +200,14 @@ def _pack(part: Part) -> dict[str, Any]:
 
     def spoil(self: Sharder, layer: nn.Module) -> None:
         shard_layer(self, layer)
-        states: list[Any] = [getattr(part, "quant_state", None) for part in layer.modules()]
+        states: list[Any] = [packed.state for _, _, packed in list_packed(layer)]
+        states = states or [getattr(part, "quant_state", None) for part in layer.modules()]
         for state in filter(None, states):
             state.absmax = state.absmax.roll(1)
 
     Sharder.shard_layer = spoil  # type: ignore[method-assign]
     try:
-        build_engine(part.plan(sharding=Sharding.FSDP, **packed), part.context)
+        build_engine(part.plan(model, sharding=Sharding.FSDP, **packed), part.context)
         notes["refusal"] = None
     except UserError as error:
         notes["refusal"] = [error.problem, error.remedy]

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from shard_worker import CASES
 
-from shard_cases import NUM_STEPS, make_model, make_store
+from shard_cases import NUM_STEPS, make_mixture, make_model, make_store
 
 WORKER = Path(__file__).with_name("shard_worker.py")
 METHODS = ("full", "lora")
@@ -51,6 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_store(folder / "store")
     make_model(folder / "model")
     make_model(folder / "large", hidden_size=512, intermediate_size=1536, num_hidden_layers=16)
+    make_mixture(folder / "mixture")
     started = [("single", _start("single", folder, 1)), ("many", _start("many", folder, 2))]
     for part, process in started:
         _finish(process, part, folder)
@@ -155,17 +156,19 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(folder: Path) -> None:
     assert losses[0] == losses[1]
 
 
-def test_4bit_weights_train_alike_in_shards(folder: Path) -> None:
-    packed = _notes(folder, "many")["packed"]
+@pytest.mark.parametrize(("name", "matrices"), [("packed", 4 * 7), ("packed-mixture", 2 * (4 + 2))])
+def test_4bit_weights_train_alike_in_shards(folder: Path, name: str, matrices: int) -> None:
+    packed = _notes(folder, "many")[name]
 
-    assert packed["fsdp-codes"] == [28, 28]
-    assert packed["ddp-codes"] == [28, 0]
+    assert packed["fsdp-codes"] == [matrices, matrices]
+    assert packed["ddp-codes"] == [matrices, 0]
     assert packed["fsdp"] == pytest.approx(packed["ddp"], abs=TOLERANCE)
 
 
-def test_4bit_shards_that_compute_something_else_are_refused(folder: Path) -> None:
+@pytest.mark.parametrize("name", ["packed", "packed-mixture"])
+def test_4bit_shards_that_compute_something_else_are_refused(folder: Path, name: str) -> None:
     for rank in (0, 1):
-        problem, remedy = _notes(folder, "many", rank)["packed"]["refusal"]
+        problem, remedy = _notes(folder, "many", rank)[name]["refusal"]
         assert "do not survive sharding" in problem
         assert "--sharding ddp" in remedy
 

@@ -264,18 +264,25 @@ def run_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) ->
     from transformers.integrations.moe import grouped_mm_experts_forward
 
     gating = find_gating(module)
-    if gating is None or torch.compiler.is_compiling():
+    is_packed = PACKED in vars(module)
+    if gating is None or (torch.compiler.is_compiling() and not is_packed):
         usual: Any = grouped_mm_experts_forward
         made: Tensor = usual(module, hidden, chosen, weights)
         return made
+    outside_graphs: Any = torch.compiler.disable  # not annotated
+    run: Any = outside_graphs(_run) if is_packed else _run
+    summed: Tensor = run(module, hidden, chosen, weights, gating)
+    return summed
+
+
+def _run(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor, gating: Gating) -> Tensor:
+    dtype = hidden.dtype if PACKED in vars(module) else module.gate_up_proj.dtype
     device = hidden.device.type
-    biases = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else (None, None)
-    is_packed = PACKED in vars(module)
-    dtype = hidden.dtype if is_packed else module.gate_up_proj.dtype
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
     gate_up, unpack_gate_up = _prepare(module, "gate_up_proj", dtype)
     down, unpack_down = _prepare(module, "down_proj", dtype)
+    biases = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else (None, None)
     apply: Any = _Experts.apply
     summed: Tensor = apply(
         hidden.to(dtype),

@@ -1,0 +1,161 @@
+"""A mixture's experts in nf4: packed as they are read, and multiplied as their values are."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from tightfit.core.attention import Attention
+from tightfit.core.dtypes import Dtype
+from tightfit.core.strategy import Quirks, Strategy
+from tightfit.estimation.weights import count_quantized_values, estimate_weight_bytes
+from tightfit.models.config import read_config, read_config_file
+from tightfit.models.spec import Role
+from tightfit.runtime.layers import dequantize_base
+from tightfit.runtime.load import load_base, load_meta
+from tightfit.runtime.packed_experts import list_packable, list_packed, unpack_all
+from tiny_configs import TINY, tiny_config
+
+CPU = torch.device("cpu")
+NF4 = Strategy(
+    weights=Dtype.NF4, compute=Dtype.BF16, attention=Attention.EAGER, upcast_unquantized=False
+)
+IDS = torch.arange(40).view(2, 20)
+WIDE = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64, "head_dim": 16}
+"""Rows that bitsandbytes packs rightly on a CPU."""
+
+
+def write_mixture(folder: Path, model_type: str) -> Path:
+    auto: Any = AutoConfig
+    torch.manual_seed(0)
+    config = auto.for_model(**(tiny_config(model_type) | WIDE))
+    library: Any = AutoModelForCausalLM
+    model: Any = library.from_config(config, dtype=torch.bfloat16)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+def loss_and_gradient(model: Any) -> tuple[Tensor, Tensor]:
+    """The gradient of the embedding has passed through every layer's experts."""
+    model.requires_grad_(False)
+    embedding = model.get_input_embeddings().weight.requires_grad_()
+    loss = model(input_ids=IDS, labels=IDS).loss
+    loss.backward()
+    gradient, embedding.grad = embedding.grad, None
+    return loss.detach(), gradient
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss", "olmoe", "granitemoe", "lfm2_moe"])
+def test_codes_multiply_as_their_values(model_type: str, tmp_path: Path) -> None:
+    model = load_base(write_mixture(tmp_path / "model", model_type), NF4, CPU)
+    num_packed = len(list_packed(model))
+    loss, gradient = loss_and_gradient(model)
+
+    assert num_packed == len(list_packable(model)) > 0
+    assert unpack_all(model) == num_packed
+    assert not list_packed(model)
+    exact, wanted = loss_and_gradient(model)
+    assert torch.equal(loss, exact)
+    assert torch.equal(gradient, wanted)
+
+
+def test_values_are_near_those_of_the_files(tmp_path: Path) -> None:
+    """Each expert at its own place; nf4 loses about a tenth of normal values."""
+    folder = write_mixture(tmp_path / "model", "qwen3_moe")
+    plain = Strategy(weights=Dtype.BF16, compute=Dtype.BF16, attention=Attention.EAGER)
+    exact: Any = load_base(folder, plain, CPU)
+    packed = load_base(folder, NF4, CPU)
+
+    assert dequantize_base(packed) > len(list_packable(packed))
+    for path, _, _ in list_packable(exact):
+        original = exact.get_parameter(path).detach().float()
+        error = (packed.get_parameter(path).float() - original).flatten(1).norm(dim=1)
+        assert (error / original.flatten(1).norm(dim=1)).max() < 0.15, path
+
+
+def test_random_weights_are_packed_alike(tmp_path: Path) -> None:
+    folder = write_mixture(tmp_path / "model", "gpt_oss")
+    read, drawn = (load_base(folder, NF4, CPU, random_weights=way) for way in (False, True))
+
+    shapes = [{n: (p.dtype, p.shape) for n, p in m.named_parameters()} for m in (read, drawn)]
+    assert shapes[0] == shapes[1]
+    assert torch.isfinite(loss_and_gradient(drawn)[0])
+
+
+def test_as_other_libraries_load_it_experts_stay_whole(tmp_path: Path) -> None:
+    folder = write_mixture(tmp_path / "model", "qwen3_moe")
+    theirs = NF4.model_copy(update={"quirks": Quirks(plain_modelling=True)})
+
+    assert not list_packed(load_base(folder, theirs, CPU))
+
+
+@pytest.mark.parametrize("strategy", [NF4, NF4.model_copy(update={"double_quant": True})])
+def test_the_estimate_counts_what_is_held(strategy: Strategy, tmp_path: Path) -> None:
+    folder = write_mixture(tmp_path / "model", "gpt_oss")
+    spec = read_config_file(folder / "config.json", name="tiny")
+    model = load_base(folder, strategy, CPU)
+
+    codes = sum(p.numel() for p in model.parameters() if p.dtype is torch.uint8)
+    others = sum(p.nbytes for p in model.parameters() if p.dtype is not torch.uint8)
+    predicted = estimate_weight_bytes(spec, strategy)
+    assert 2 * codes == count_quantized_values(spec, strategy)
+    assert (predicted.packed, predicted.plain) == (codes, others)
+
+
+def has_experts(model_type: str) -> bool:
+    blocks = read_config(tiny_config(model_type), name="", source="").blocks
+    return any(part.role is Role.EXPERT for block in blocks for part in block.linears)
+
+
+@pytest.mark.parametrize("model_type", [name for name in TINY if has_experts(name)])
+def test_the_record_knows_which_experts_can_be_packed(model_type: str, tmp_path: Path) -> None:
+    config = tiny_config(model_type)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    spec = read_config_file(tmp_path / "config.json", name="tiny")
+    model = load_meta(tmp_path, NF4)
+
+    values = sum(module.get_parameter(name).numel() for _, module, name in list_packable(model))
+    assert values == spec.grouped_params
+
+
+def write_mxfp4(folder: Path) -> dict[str, Tensor]:
+    """gpt-oss as it is published; returns transformers' own values of the codes."""
+    write_mixture(folder, "gpt_oss")
+    state = load_file(folder / "model.safetensors")
+    random, values = torch.Generator().manual_seed(5), {}
+    for name in [name for name in state if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, width, rows = state.pop(name).shape
+        size = (experts, rows, width // 32)
+        codes = torch.randint(0, 256, (*size, 16), dtype=torch.uint8, generator=random)
+        scales = torch.randint(121, 124, size, dtype=torch.uint8, generator=random)
+        state |= {f"{name}_blocks": codes, f"{name}_scales": scales}
+        unpack: Any = convert_moe_packed_tensors
+        values[name] = unpack(codes, scales, dtype=torch.float32)
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "mxfp4"}
+    (folder / "config.json").write_text(json.dumps(config))
+    return values
+
+
+def test_mxfp4_is_read_as_plain_values_and_into_nf4(tmp_path: Path) -> None:
+    values = write_mxfp4(tmp_path / "model")
+    plain = Strategy(weights=Dtype.BF16, compute=Dtype.BF16, attention=Attention.EAGER)
+    exact = load_base(tmp_path / "model", plain, CPU)
+    packed = load_base(tmp_path / "model", NF4, CPU)
+
+    assert unpack_all(packed) == len(values) == 4
+    for name, wanted in values.items():
+        assert torch.equal(exact.get_parameter(name).detach().float(), wanted)
+        error = packed.get_parameter(name).float() - wanted
+        assert 0.01 < float(error.norm() / wanted.norm()) < 0.15
