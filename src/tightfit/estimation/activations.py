@@ -143,16 +143,23 @@ def cache_bytes(spec: ModelSpec, block: Block, strategy: Strategy) -> int:
 
 def _adapted_weight_bytes(block: Block, strategy: Strategy) -> int:
     """peft adapts bare parameters by adding the adapter's product, which makes a copy of each.
+    Experts that we multiply keep the adapter itself, scaled and by experts.
 
     Source: peft ParamWrapper; h200_steps.json, Mixtral and Qwen3-MoE under `all-linear`.
     """
     if strategy.method is not Method.LORA:
         return 0
-    return strategy.compute.value_bytes * sum(
-        part.copies * part.in_features * part.out_features
-        for part in block.linears
-        if not part.is_module and is_lora_target(part, strategy.lora_targets)
-    )
+    total = 0
+    for part in block.linears:
+        if part.is_module or not is_lora_target(part, strategy.lora_targets):
+            continue
+        if part.is_grouped and not strategy.quirks.plain_modelling:
+            is_cast = strategy.adapter_dtype is not strategy.compute
+            width = part.out_features + (part.in_features if is_cast else 0)
+            total += part.copies * part.lora_rank_factor * strategy.lora_rank * width
+        else:
+            total += part.copies * part.in_features * part.out_features
+    return strategy.compute.value_bytes * total
 
 
 def _dora_bytes(block: Block, strategy: Strategy, numerics: ValueWidths) -> int:

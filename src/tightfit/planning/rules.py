@@ -773,13 +773,6 @@ DEQUANTIZED_RULES = _group(
 
 PACKED_EXPERTS_RULES = _group(
     Rule(
-        "experts-adapters",
-        lambda c, s: _adapts_bare_weights(c),
-        "peft adds an adapter's product to the values of experts, and in nf4 they are codes: "
-        "--set weights=bf16, or --set lora_targets=all-linear",
-        "peft 0.21, lora/layer.py ParamWrapper",
-    ),
-    Rule(
         "experts-zero3",
         lambda c, s: s.sharding is Sharding.ZERO3,
         "zero3 does not gather the scales of experts in nf4: use fsdp, ddp or zero2",

@@ -13,6 +13,7 @@ from tightfit.core.strategy import Strategy, Training
 from tightfit.core.text import did_you_mean
 from tightfit.models.families.registry import check_takes_adapter, find_family
 from tightfit.runtime.libraries import silence_libraries, torch_dtype
+from tightfit.runtime.load import plain_dtype
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -28,6 +29,9 @@ def add_adapters(model: PreTrainedModel, strategy: Strategy, training: Training)
     silence_libraries()  # before the import that prints
     from peft import LoraConfig, TaskType, get_peft_model
     from transformers.pytorch_utils import Conv1D
+
+    from tightfit.runtime.kernels.experts import group_adapters
+    from tightfit.runtime.packed_experts import as_values
 
     targets = strategy.lora_targets
     excluded = _find_excluded(model) if ALL_LINEAR in targets else []
@@ -52,7 +56,9 @@ def add_adapters(model: PreTrainedModel, strategy: Strategy, training: Training)
         **tying,
     )
     # By default peft casts 16-bit adapters to fp32, which the plan does not count.
-    adapted: PeftModel = get_peft_model(model, config, autocast_adapter_dtype=False)
+    with as_values(model, plain_dtype(strategy)):
+        adapted: PeftModel = get_peft_model(model, config, autocast_adapter_dtype=False)
+    group_adapters(adapted)
     _cast_trained(adapted, strategy)
     return adapted
 
@@ -62,19 +68,24 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:
     silence_libraries()  # before the import that prints
     from peft import PeftModel
 
+    from tightfit.runtime.kernels.experts import group_adapters
+    from tightfit.runtime.packed_experts import as_values
+
     _check_adapter_files(folder)
     try:
-        adapted: PeftModel = PeftModel.from_pretrained(
-            model,
-            str(folder),
-            autocast_adapter_dtype=False,
-            local_files_only=True,
-        )
+        with as_values(model, model.dtype):
+            adapted: PeftModel = PeftModel.from_pretrained(
+                model,
+                str(folder),
+                autocast_adapter_dtype=False,
+                local_files_only=True,
+            )
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
         raise InvalidInputError(
             f"The adapter in {folder} does not fit this model: {str(error).splitlines()[0]}",
             remedy="load it on the base model it was trained on: see its adapter_config.json",
         ) from error
+    group_adapters(adapted)
     return adapted
 
 

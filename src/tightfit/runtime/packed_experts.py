@@ -16,12 +16,11 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from tightfit.runtime.kernels.experts import EXPERTS, PACKED, find_gating
+from tightfit.runtime.kernels.experts import EXPERT_MATRICES, PACKED, runs_here
 
 if TYPE_CHECKING:
     from torch import nn
 
-_NAMES = ("gate_up_proj", "down_proj")
 _BLOCK = 64
 MXFP4_ENDINGS = ("_blocks", "_scales")
 """Of the names of tensors that hold MXFP4: codes, and a scale for each 32 of them."""
@@ -54,14 +53,9 @@ def list_packable(model: nn.Module) -> list[tuple[str, nn.Module, str]]:
     return [
         (f"{path}.{name}", module, name)
         for path, module in model.named_modules()
-        if hasattr(module, "has_gate") and _runs_here(module)
-        for name in _NAMES
+        if hasattr(module, "has_gate") and runs_here(module)
+        for name in EXPERT_MATRICES
     ]
-
-
-def _runs_here(module: Any) -> bool:
-    is_ours = getattr(module.config, "_experts_implementation", None) == EXPERTS
-    return is_ours and find_gating(module) is not None
 
 
 def list_packed(model: nn.Module) -> list[tuple[nn.Module, str, Packed]]:
@@ -100,6 +94,24 @@ def pack_meta_experts(model: nn.Module) -> None:
         codes = torch.empty(prod(shape) // 2, 1, dtype=torch.uint8, device="meta")
         module._parameters[name] = torch.nn.Parameter(codes, requires_grad=False)
         vars(module).setdefault(PACKED, {})[name] = Packed(None, shape)
+
+
+@contextmanager
+def as_values(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Meanwhile, matrices of experts have the shape and dtype of their values, which are not there.
+
+    peft sizes and places its adapters by them.
+    """
+    codes = {}
+    for module, name, packed in list_packed(model):
+        codes[module, name] = parameter = module.get_parameter(name)
+        value = torch.zeros(1, dtype=dtype, device=parameter.device).expand(packed.shape)
+        module._parameters[name] = torch.nn.Parameter(value, requires_grad=False)
+    try:
+        yield
+    finally:
+        for (module, name), parameter in codes.items():
+            module._parameters[name] = parameter
 
 
 def unpack_all(model: nn.Module) -> int:
@@ -181,7 +193,7 @@ def packing_experts(options: dict[str, Any], *, from_mxfp4: bool) -> Iterator[No
                 return super().get_weight_conversions()
             return [
                 make_converter([name + ending for ending in MXFP4_ENDINGS], name, [Unpack()])
-                for name in _NAMES
+                for name in EXPERT_MATRICES
             ]
 
     with patch.dict(auto.AUTO_QUANTIZER_MAPPING, {"bitsandbytes_4bit": Quantizer}):

@@ -25,7 +25,7 @@ from zero_cases import (
     make_batches,
     make_plan,
     run_step,
-    write_model,
+    write_models,
 )
 
 from tightfit.core.settings import Method, Offload, Sharding
@@ -51,15 +51,17 @@ class Reference:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("zero-model")
-    write_model(path)
+    write_models(path)
     return path
 
 
 @pytest.fixture(scope="module")
-def references(folder: Path) -> Iterator[dict[Method, Reference]]:
+def references(folder: Path) -> Iterator[dict[tuple[str, Method], Reference]]:
+    """By model and method."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield {method: train_alone(folder, method) for method in (Method.FULL, Method.LORA)}
+    kinds = dict.fromkeys((case.model, case.method) for case in CASES)
+    yield {kind: train_alone(folder, *kind) for kind in kinds}
     torch.set_num_threads(num_threads)
 
 
@@ -95,12 +97,13 @@ def launch(command: list[str], folder: Path, out: Path) -> None:
     assert not extensions.exists(), "DeepSpeed compiled something"
 
 
-def train_alone(folder: Path, method: Method) -> Reference:
+def train_alone(folder: Path, model_name: str, method: Method) -> Reference:
     """The same job in plain torch: one process takes all micro-batches of a step."""
-    plan = make_plan(folder, Case(sharding=Sharding.SINGLE, method=method, num_ranks=1))
+    case = Case(sharding=Sharding.SINGLE, method=method, num_ranks=1, model=model_name)
+    plan = make_plan(folder, case)
     strategy, training, device = plan.strategy, plan.training, torch.device("cpu")
     assert training is not None
-    base = load_base(folder, strategy, device)
+    base = load_base(folder / model_name, strategy, device)
     model = prepare_model(base, strategy, training)
     module = Objective.from_strategy(model, strategy)
     optimizer = build_optimizer(module.named_parameters(), strategy.optimizer, training)
@@ -130,10 +133,12 @@ def read(out: Path, case: Case) -> dict[str, Any]:
     return facts
 
 
-def test_reference_is_worth_comparing_with(references: dict[Method, Reference]) -> None:
+def test_reference_is_worth_comparing_with(
+    references: dict[tuple[str, Method], Reference],
+) -> None:
     for reference in references.values():
         assert reference.losses[-1] < reference.losses[0] - 0.05
-    norms = references[Method.FULL].norms
+    norms = references["llama", Method.FULL].norms
     assert min(norms) > 0.5, "the clipping bound must bite"
 
 
@@ -144,9 +149,9 @@ def test_every_case_ran(out: Path) -> None:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_losses_and_weights_are_those_of_one_process(
-    case: Case, out: Path, references: dict[Method, Reference]
+    case: Case, out: Path, references: dict[tuple[str, Method], Reference]
 ) -> None:
-    facts, reference = read(out, case), references[case.method]
+    facts, reference = read(out, case), references[case.model, case.method]
 
     assert facts["losses"] == pytest.approx(reference.losses, abs=1e-5)
     assert facts["norms"] == pytest.approx(reference.norms, abs=1e-4)
@@ -192,7 +197,7 @@ def test_checkpoint_of_adapters_leaves_the_base_model_out(out: Path, folder: Pat
     for case in RESUMED:
         sizes[case.method].append(read(out, case)["resumed"]["checkpoint_bytes"])
 
-    base = (folder / "model.safetensors").stat().st_size
+    base = (folder / "llama" / "model.safetensors").stat().st_size
     assert min(sizes[Method.FULL]) > 3 * base
     assert max(sizes[Method.LORA]) < 2 * base
 
@@ -209,36 +214,36 @@ def test_checkpoint_that_cannot_be_resumed_is_refused(case: Case, out: Path) -> 
 
 @pytest.mark.parametrize("sharding", [Sharding.ZERO1, Sharding.ZERO3])
 def test_bf16_keeps_fp32_masters(
-    sharding: Sharding, out: Path, references: dict[Method, Reference]
+    sharding: Sharding, out: Path, references: dict[tuple[str, Method], Reference]
 ) -> None:
     facts = json.loads((out / f"{sharding.value}-none-full-bf16.json").read_text())
 
     assert facts["weight_dtype"] == "torch.bfloat16"
     assert facts["master_dtype"] == "torch.float32"
-    expected = references[Method.FULL].losses[: len(facts["losses"])]
+    expected = references["llama", Method.FULL].losses[: len(facts["losses"])]
     assert facts["losses"] == pytest.approx(expected, abs=0.02)
 
 
 def test_fp16_overflow_is_skipped_and_survived(
-    out: Path, references: dict[Method, Reference]
+    out: Path, references: dict[tuple[str, Method], Reference]
 ) -> None:
     facts = json.loads((out / "overflow.json").read_text())
 
     assert facts["is_skipped"]
     assert facts["is_unchanged"]
     assert facts["scale"] == [2.0**16, 2.0**15]
-    expected = references[Method.LORA].losses[: len(facts["losses"])]
+    expected = references["llama", Method.LORA].losses[: len(facts["losses"])]
     assert facts["losses"] == pytest.approx(expected, abs=0.01)
 
 
 def test_one_process_without_torchrun(
-    folder: Path, tmp_path: Path, references: dict[Method, Reference]
+    folder: Path, tmp_path: Path, references: dict[tuple[str, Method], Reference]
 ) -> None:
     launch([str(WORKER), "alone"], folder, tmp_path)
 
     case = Case(sharding=Sharding.ZERO2, method=Method.LORA, offload=Offload.OPTIMIZER, num_ranks=1)
     facts = read(tmp_path, case)
-    assert facts["losses"] == pytest.approx(references[Method.LORA].losses, abs=1e-5)
+    assert facts["losses"] == pytest.approx(references["llama", Method.LORA].losses, abs=1e-5)
 
 
 def test_compiler_really_is_hidden() -> None:

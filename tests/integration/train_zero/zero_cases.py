@@ -38,11 +38,13 @@ class Case:
     compute: Dtype = Dtype.FP32
     checkpointing: bool = False
     num_ranks: int = NUM_RANKS
+    model: str = "llama"
 
     @property
     def name(self) -> str:
         parts = (self.sharding.value, self.offload.value, self.method.value, self.compute.value)
-        return "-".join(parts) + ("-checkpointed" if self.checkpointing else "")
+        name = "-".join(parts) + ("-checkpointed" if self.checkpointing else "")
+        return name if self.model == "llama" else f"{name}-{self.model}"
 
 
 CASES = (
@@ -58,6 +60,8 @@ CASES = (
     Case(sharding=Sharding.ZERO3, method=Method.FULL),
     Case(sharding=Sharding.ZERO3, method=Method.FULL, offload=Offload.OPTIMIZER),
     Case(sharding=Sharding.ZERO3, method=Method.LORA, offload=Offload.ALL, checkpointing=True),
+    Case(sharding=Sharding.ZERO2, method=Method.FULL, model="mixture"),
+    Case(sharding=Sharding.ZERO3, method=Method.FULL, checkpointing=True, model="mixture"),
 )
 """Every stage with every offload it knows, both methods, with and without recomputation."""
 _RESUMED = {
@@ -66,30 +70,42 @@ _RESUMED = {
     (Sharding.ZERO3, Offload.NONE, Method.FULL),
     (Sharding.ZERO3, Offload.ALL, Method.LORA),
 }
-RESUMED = tuple(case for case in CASES if (case.sharding, case.offload, case.method) in _RESUMED)
+RESUMED = tuple(
+    case
+    for case in CASES
+    if (case.sharding, case.offload, case.method) in _RESUMED and case.model == "llama"
+)
 
 
-def write_model(folder: Path) -> None:
-    """A tiny Llama with tied embeddings, in fp32."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def write_models(folder: Path) -> None:
+    """A tiny Llama with tied embeddings and a Qwen3-MoE, in fp32."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        tie_word_embeddings=True,
-    )
-    model: Any = LlamaForCausalLM
-    model(config).save_pretrained(folder)
+    settings = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+    }
+    mixture = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    own = {
+        "llama": {"model_type": "llama", "tie_word_embeddings": True},
+        "mixture": {"model_type": "qwen3_moe", "head_dim": 16, **mixture},
+    }
+    auto: Any = AutoConfig
+    library: Any = AutoModelForCausalLM
+    for name, changes in own.items():
+        torch.manual_seed(0)
+        model: Any = library.from_config(auto.for_model(**settings | changes))
+        model.save_pretrained(folder / name)
 
 
 def make_plan(folder: Path, case: Case) -> Plan:
     """A plan for processes on a CPU, as the planner would hand it to a worker."""
+    folder = folder / case.model
     spec = read_config_file(folder / "config.json", name="tiny")
     strategy = Strategy(
         method=case.method,

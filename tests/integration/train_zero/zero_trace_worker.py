@@ -56,7 +56,8 @@ def run(model: Path, strategy: Strategy, context: DistContext) -> Told:
 def main(out: Path) -> None:
     warnings.simplefilter("ignore")
     model = Path(tempfile.mkdtemp(dir=out.parent))
-    write_model(model)
+    (model / "llama").mkdir()
+    write_model(model / "llama")
     vars(zero).update(ZERO_BUCKET_VALUES=BUCKET_VALUES, ZERO3_LIVE_VALUES=LIVE_VALUES)
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(WORLD_SIZE)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}

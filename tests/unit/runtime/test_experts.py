@@ -9,6 +9,10 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tightfit.core.dtypes import Dtype
+from tightfit.core.settings import Method
+from tightfit.core.strategy import Strategy, Training
+from tightfit.runtime.adapters import _names_for_experts, add_adapters
 from tightfit.runtime.kernels.experts import (
     EXPERTS,
     find_gating,
@@ -104,3 +108,42 @@ def test_routing_puts_each_pair_where_its_expert_is() -> None:
     assert found.ends.tolist() == [2, 3, 6, 6]
     assert found.tokens.tolist() == [0, 2, 1, 0, 1, 2]
     assert torch.equal(found.experts[found.places], chosen)
+
+
+ADAPTED = [name for name in MIXTURES if _names_for_experts(name)]
+"""Families whose experts peft adapts."""
+
+
+# peft names the rank of a fused pair by parameter, and then looks for a module.
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")
+@pytest.mark.parametrize("model_type", ADAPTED)
+def test_adapters_of_experts_are_as_pefts_own(model_type: str) -> None:
+    """Beside peft's forward, which adds each product to the weights."""
+    strategy = Strategy(
+        method=Method.LORA,
+        weights=Dtype.FP32,
+        compute=Dtype.FP32,
+        adapter_dtype=Dtype.FP32,
+        lora_rank=4,
+        lora_targets=("all-linear", "experts"),
+    )
+    training = Training(model_path="unused", learning_rate=1e-3)
+    adapted: Any = add_adapters(make_model(model_type, EXPERTS, torch.float32), strategy, training)
+    torch.manual_seed(2)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    wrappers = [m for m in adapted.modules() if vars(m).get("forward") is not None]
+    assert {wrapper.parameter_name for wrapper in wrappers} == {"gate_up_proj", "down_proj"}
+
+    loss, gradients = run(adapted)
+    adapted.zero_grad()
+    for module in adapted.modules():
+        vars(module).pop("forward", None)
+        vars(module).pop("adapters_of_experts", None)
+    right, exact = run(adapted)
+
+    assert loss == pytest.approx(right, rel=1e-6)
+    assert gradients.keys() == exact.keys()
+    for name, wanted in exact.items():
+        assert (gradients[name] - wanted).abs().max() <= 1e-4 * wanted.abs().max() + 1e-7, name

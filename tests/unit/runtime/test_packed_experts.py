@@ -15,10 +15,12 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tightfit.core.attention import Attention
 from tightfit.core.dtypes import Dtype
-from tightfit.core.strategy import Quirks, Strategy
+from tightfit.core.settings import Method
+from tightfit.core.strategy import Quirks, Strategy, Training
 from tightfit.estimation.weights import count_quantized_values, estimate_weight_bytes
 from tightfit.models.config import read_config, read_config_file
 from tightfit.models.spec import Role
+from tightfit.runtime.adapters import add_adapters, load_adapter, save_adapter
 from tightfit.runtime.layers import dequantize_base
 from tightfit.runtime.load import load_base, load_meta
 from tightfit.runtime.packed_experts import list_packable, list_packed, unpack_all
@@ -159,3 +161,41 @@ def test_mxfp4_is_read_as_plain_values_and_into_nf4(tmp_path: Path) -> None:
         assert torch.equal(exact.get_parameter(name).detach().float(), wanted)
         error = packed.get_parameter(name).float() - wanted
         assert 0.01 < float(error.norm() / wanted.norm()) < 0.15
+
+
+# peft names the rank of a fused pair by parameter, and then looks for a module.
+@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")
+def test_adapters_of_packed_experts_are_as_beside_their_values(tmp_path: Path) -> None:
+    folder = write_mixture(tmp_path / "model", "qwen3_moe")
+    strategy = NF4.model_copy(
+        update={
+            "method": Method.LORA,
+            "adapter_dtype": Dtype.BF16,
+            "lora_rank": 8,
+            "lora_targets": ("all-linear", "experts"),
+        }
+    )
+    training = Training(model_path=str(folder), learning_rate=1e-3)
+    adapted: Any = add_adapters(load_base(folder, strategy, CPU), strategy, training)
+    torch.manual_seed(2)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    trained = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
+    assert all(parameter.dtype is torch.bfloat16 for parameter in trained.values())
+    assert sum(p.numel() for name, p in trained.items() if "experts" in name) > 0
+    loss = adapted(input_ids=IDS, labels=IDS).loss
+    loss.backward()
+    save_adapter(adapted, tmp_path / "adapter")
+    gradients = {name: parameter.grad.clone() for name, parameter in trained.items()}
+    unpack_all(adapted)
+    adapted.zero_grad()
+    again = adapted(input_ids=IDS, labels=IDS).loss
+    again.backward()
+
+    assert torch.equal(loss, again)
+    for name, parameter in trained.items():
+        assert torch.equal(gradients[name], parameter.grad), name
+    loaded: Any = load_adapter(load_base(folder, strategy, CPU), tmp_path / "adapter")
+    with torch.no_grad():
+        assert torch.equal(loaded(input_ids=IDS, labels=IDS).loss, loss)

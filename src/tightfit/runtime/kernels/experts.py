@@ -8,10 +8,11 @@ narrower. Frozen experts get no gradients, and nothing is kept for them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,10 @@ EXPERTS = "tightfit_experts"
 """The name that transformers knows it by."""
 PACKED = "packed_experts"
 """Attribute of a module with experts in nf4: `runtime/packed_experts.py` sets it."""
+EXPERT_MATRICES = ("gate_up_proj", "down_proj")
+"""Parameters of all experts of a layer, as transformers names them."""
+ADAPTED = "adapters_of_experts"
+"""Attribute of a module whose experts have adapters: peft's wrappers, by parameter."""
 
 
 class Gating(IntEnum):
@@ -108,12 +113,50 @@ def _has_grouped_kernel(rows: Tensor, width: int) -> bool:
     return not rows.is_cuda or torch.cuda.get_device_capability(rows.device) >= (8, 0)
 
 
-Unpack = Callable[[Tensor], Tensor]
-"""Makes matrices `[experts, in, out]` of a parameter's nf4 codes."""
+class Adapter(NamedTuple):
+    """LoRA's two matrices for each expert, its scale in the second."""
+
+    first: Tensor
+    """[experts, in, rank]."""
+    second: Tensor
+    """[experts, rank, out]."""
+
+    def add_to(self, product: Tensor, rows: Tensor, ends: Tensor) -> None:
+        between = multiply_groups(rows, self.first, ends)
+        product += multiply_groups(between, self.second, ends)
+
+    def pull(self, gradient: Tensor, of_rows: Tensor | None, ends: Tensor) -> Tensor:
+        """The gradient of what lies between both matrices; its part in that of the rows is added to
+        `of_rows`."""
+        between = multiply_groups(gradient, self.second.transpose(-2, -1), ends)
+        if of_rows is not None:
+            of_rows += multiply_groups(between, self.first.transpose(-2, -1), ends)
+        return between
+
+    def gradients(
+        self, rows: Tensor, gradient: Tensor, between: Tensor, ends: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Of both matrices; `between` is what `pull` returned."""
+        first = multiply_within_groups(rows, between, ends)
+        narrow = multiply_groups(rows, self.first, ends)
+        return first, multiply_within_groups(narrow, gradient, ends)
 
 
-def _read(stored: Tensor, unpack: Unpack | None) -> Tensor:
-    return stored if unpack is None else unpack(stored)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How a layer's experts are called: what is no tensor with a gradient."""
+
+    routing: Routing
+    gating: Gating
+    unpack_gate_up: Callable[[Tensor], Tensor] | None = None
+    """Makes matrices `[experts, in, out]` of a parameter's nf4 codes."""
+    unpack_down: Callable[[Tensor], Tensor] | None = None
+
+    def read_gate_up(self, stored: Tensor) -> Tensor:
+        return stored if self.unpack_gate_up is None else self.unpack_gate_up(stored)
+
+    def read_down(self, stored: Tensor) -> Tensor:
+        return stored if self.unpack_down is None else self.unpack_down(stored)
 
 
 class _Experts(torch.autograd.Function):
@@ -131,56 +174,88 @@ class _Experts(torch.autograd.Function):
         down: Tensor,
         gate_up_bias: Tensor | None,
         down_bias: Tensor | None,
-        routing: Routing,
-        gating: Gating,
-        unpack: tuple[Unpack | None, Unpack | None],
+        layout: Layout,
+        *adapters: Tensor | None,
     ) -> Tensor:
-        ctx.routing, ctx.gating, ctx.unpack = routing, gating, unpack
-        inner = multiply_groups(hidden[routing.tokens], _read(gate_up, unpack[0]), routing.ends)
-        activated = apply_gate(inner, gate_up_bias, routing.experts, gating)
-        outer = multiply_groups(activated, _read(down, unpack[1]), routing.ends)
-        ctx.save_for_backward(hidden, weights, inner, gate_up, down, gate_up_bias, down_bias)
+        """`adapters`: the matrices of both products' adapters, where there are any."""
+        ctx.layout = layout
+        routing, ends = layout.routing, layout.routing.ends
+        of_inner, of_outer = _read_adapters(adapters)
+        rows = hidden[routing.tokens]
+        inner = multiply_groups(rows, layout.read_gate_up(gate_up), ends)
+        if of_inner is not None:
+            of_inner.add_to(inner, rows, ends)
+        del rows
+        activated = apply_gate(inner, gate_up_bias, routing.experts, layout.gating)
+        outer = multiply_groups(activated, layout.read_down(down), ends)
+        if of_outer is not None:
+            of_outer.add_to(outer, activated, ends)
+        biases = (gate_up_bias, down_bias)
+        ctx.save_for_backward(hidden, weights, inner, gate_up, down, *biases, *adapters)
         return combine(outer, routing, weights, down_bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        hidden, weights, inner, gate_up, down, gate_up_bias, down_bias = ctx.saved_tensors
-        routing, gating, unpack = ctx.routing, ctx.gating, ctx.unpack
-        num_experts = len(routing.ends)
-        needs = ctx.needs_input_grad
+        hidden, weights, inner, gate_up, down, gate_up_bias, down_bias, *adapters = (
+            ctx.saved_tensors
+        )
+        layout, needs = ctx.layout, ctx.needs_input_grad
+        routing, ends = layout.routing, layout.routing.ends
+        of_inner, of_outer = _read_adapters(adapters)
+        found: list[Tensor | None] = [None] * len(needs)
         gradient = gradients[0].contiguous()
         # Unweighted: its product with what was activated is the router's gradient.
         rows = gradient[routing.tokens]
-        narrow = multiply_groups(rows, _read(down, unpack[1]).transpose(-2, -1), routing.ends)
+        narrow = multiply_groups(rows, layout.read_down(down).transpose(-2, -1), ends)
+        between = None if of_outer is None else of_outer.pull(rows, narrow, ends)
         weight_of = weights.reshape(-1)[routing.pairs]
         grad_inner, grad_weight, activated = gate_backward(
-            (inner, gate_up_bias, narrow, weight_of, routing.experts), gating, needs_values=needs[3]
+            (inner, gate_up_bias, narrow, weight_of, routing.experts),
+            layout.gating,
+            needs_values=needs[3] or of_outer is not None,
         )
-        grad_down = grad_down_bias = grad_gate_up = grad_gate_up_bias = None
-        if activated is not None:
-            grad_down = multiply_within_groups(activated, rows, routing.ends)
+        if activated is not None and needs[3]:
+            found[3] = multiply_within_groups(activated, rows, ends)
+        if activated is not None and of_outer is not None and between is not None:
+            found[9], found[10] = of_outer.gradients(activated, rows, between, ends)
         if needs[5]:
-            grad_down_bias = _sum_rows(rows * weight_of[:, None], routing, num_experts)
-        del rows, narrow, activated
+            found[5] = _sum_rows(rows * weight_of[:, None], routing)
+        del narrow, activated, between
         grad_weights = grad_weight[routing.places.reshape(-1)].view(weights.shape)
         if down_bias is not None:
             grad_weights = grad_weights + (gradient @ down_bias.t()).gather(1, routing.chosen)
+        found[1] = grad_weights.to(weights.dtype)
         if needs[2]:
-            grad_gate_up = multiply_within_groups(hidden[routing.tokens], grad_inner, routing.ends)
+            found[2] = multiply_within_groups(hidden[routing.tokens], grad_inner, ends)
         if needs[4]:
-            grad_gate_up_bias = _sum_rows(grad_inner, routing, num_experts)
-        grad_hidden = None
+            found[4] = _sum_rows(grad_inner, routing)
+        del rows
+        of_rows = None
         if needs[0]:
-            matrices = _read(gate_up, unpack[0]).transpose(-2, -1)
-            rows = multiply_groups(grad_inner, matrices, routing.ends)
-            del matrices, grad_inner
-            grad_hidden = combine(rows, routing)
-        found = (grad_hidden, grad_weights.to(weights.dtype), grad_gate_up, grad_down)
-        return (*found, grad_gate_up_bias, grad_down_bias, None, None, None)
+            matrices = layout.read_gate_up(gate_up).transpose(-2, -1)
+            of_rows = multiply_groups(grad_inner, matrices, ends)
+            del matrices
+        if of_inner is not None:
+            between = of_inner.pull(grad_inner, of_rows, ends)
+            inputs = hidden[routing.tokens]
+            found[7], found[8] = of_inner.gradients(inputs, grad_inner, between, ends)
+            del inputs
+        del grad_inner
+        if of_rows is not None:
+            found[0] = combine(of_rows, routing)
+        return tuple(found)
 
 
-def _sum_rows(rows: Tensor, routing: Routing, num_experts: int) -> Tensor:
-    total = torch.zeros(num_experts, rows.shape[1], dtype=torch.float32, device=rows.device)
+def _read_adapters(matrices: Sequence[Tensor | None]) -> tuple[Adapter | None, Adapter | None]:
+    first, second, third, fourth = matrices
+    return (
+        None if first is None or second is None else Adapter(first, second),
+        None if third is None or fourth is None else Adapter(third, fourth),
+    )
+
+
+def _sum_rows(rows: Tensor, routing: Routing) -> Tensor:
+    total = torch.zeros(len(routing.ends), rows.shape[1], dtype=torch.float32, device=rows.device)
     return total.index_add_(0, routing.experts, rows.float()).to(rows.dtype)
 
 
@@ -264,13 +339,13 @@ def run_experts(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) ->
     from transformers.integrations.moe import grouped_mm_experts_forward
 
     gating = find_gating(module)
-    is_packed = PACKED in vars(module)
-    if gating is None or (torch.compiler.is_compiling() and not is_packed):
+    is_own = not {PACKED, ADAPTED}.isdisjoint(vars(module))  # transformers' would read codes
+    if gating is None or (torch.compiler.is_compiling() and not is_own):
         usual: Any = grouped_mm_experts_forward
         made: Tensor = usual(module, hidden, chosen, weights)
         return made
     outside_graphs: Any = torch.compiler.disable  # not annotated
-    run: Any = outside_graphs(_run) if is_packed else _run
+    run: Any = outside_graphs(_run) if is_own else _run
     summed: Tensor = run(module, hidden, chosen, weights, gating)
     return summed
 
@@ -283,6 +358,12 @@ def _run(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor, gating: G
     gate_up, unpack_gate_up = _prepare(module, "gate_up_proj", dtype)
     down, unpack_down = _prepare(module, "down_proj", dtype)
     biases = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else (None, None)
+    layout = Layout(
+        routing=sort_by_expert(chosen, module.num_experts),
+        gating=gating,
+        unpack_gate_up=unpack_gate_up,
+        unpack_down=unpack_down,
+    )
     apply: Any = _Experts.apply
     summed: Tensor = apply(
         hidden.to(dtype),
@@ -290,14 +371,16 @@ def _run(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor, gating: G
         gate_up,
         down,
         *(bias if bias is None else bias.to(dtype) for bias in biases),
-        sort_by_expert(chosen, module.num_experts),
-        gating,
-        (unpack_gate_up, unpack_down),
+        layout,
+        *_find_adapter(module, "gate_up_proj", dtype),
+        *_find_adapter(module, "down_proj", dtype),
     )
     return summed.to(hidden.dtype)
 
 
-def _prepare(module: Any, name: str, dtype: torch.dtype) -> tuple[Tensor, Unpack | None]:
+def _prepare(
+    module: Any, name: str, dtype: torch.dtype
+) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
     """The matrices `[experts, in, out]` of a parameter, or its codes and what unpacks them."""
 
     def orient(values: Tensor) -> Tensor:
@@ -309,6 +392,47 @@ def _prepare(module: Any, name: str, dtype: torch.dtype) -> tuple[Tensor, Unpack
     if packed is None:
         return orient(stored), None
     return stored, lambda codes: orient(packed.unpack(codes))
+
+
+def _find_adapter(
+    module: Any, name: str, dtype: torch.dtype
+) -> tuple[Tensor, Tensor] | tuple[None, None]:
+    """Both matrices of peft's adapter of this parameter, where it has an active one."""
+    wrapper = vars(module).get(ADAPTED, {}).get(name)
+    if wrapper is None or wrapper.disable_adapters or wrapper.merged:
+        return None, None
+    [active] = wrapper.active_adapters
+    first, second = wrapper.lora_A[active].weight, wrapper.lora_B[active].weight
+    num_experts = module.num_experts
+    # Of all experts: [experts * rank, in], and [out, rank * experts] with the experts in between.
+    first = first.view(num_experts, -1, first.shape[1]).transpose(1, 2)
+    second = second.view(second.shape[0], -1, num_experts).permute(2, 1, 0)
+    scaled = second.to(dtype) * wrapper.scaling[active]
+    return first.to(dtype), scaled.contiguous()
+
+
+def group_adapters(model: nn.Module) -> None:
+    """Let experts multiply with peft's adapters of them as grouped products.
+
+    peft adds each adapter's product to the weights of all experts, in every pass.
+    """
+    for module in model.modules():
+        wrapper: Any = module
+        name = getattr(wrapper, "parameter_name", None)
+        if name not in EXPERT_MATRICES or not runs_here(experts := wrapper.get_base_layer()):
+            continue
+        vars(experts).setdefault(ADAPTED, {})[name] = wrapper
+        wrapper.forward = partial(_pass_on, wrapper)
+
+
+def _pass_on(wrapper: Any, *args: Any, **options: Any) -> Any:
+    return wrapper.base_layer(*args, **options)
+
+
+def runs_here(module: Any) -> bool:
+    """Whether these are experts that `run_experts` multiplies itself."""
+    is_ours = getattr(module.config, "_experts_implementation", None) == EXPERTS
+    return is_ours and find_gating(module) is not None
 
 
 def find_gating(module: Any) -> Gating | None:

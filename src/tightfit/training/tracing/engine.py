@@ -33,6 +33,7 @@ from tightfit.runtime.load import (
     plain_dtype,
     quantize_and_dequantize,
 )
+from tightfit.runtime.packed_experts import find_packed
 from tightfit.trace.recorder import Recorder
 from tightfit.trace.recording import COMMUNICATION, GRADIENTS, LOAD_RESERVE, OPTIMIZER, TEMPORARY
 from tightfit.training.distributed import DistContext
@@ -240,7 +241,10 @@ class _Loading:
         if base is None:
             return final
         # Experts are a bare parameter of their module, under a name of its own.
-        values = getattr(adapted.get_base_layer(), getattr(adapted, "parameter_name", "weight"))
+        owner, parameter = adapted.get_base_layer(), getattr(adapted, "parameter_name", "weight")
+        if find_packed(owner, parameter) is not None:
+            return self._plain
+        values = getattr(owner, parameter)
         dtype: torch.dtype = getattr(base, "compute_dtype", None) or values.dtype
         return dtype if dtype.is_floating_point else torch.float32
 
