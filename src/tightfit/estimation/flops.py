@@ -208,7 +208,8 @@ def _sum_targets(spec: ModelSpec, targets: tuple[str, ...]) -> AdapterSums:
         if is_lora_target(part, targets)
     ]
     return AdapterSums(
-        num_used=sum(n * part.copies_per_token for n, part in chosen),
+        # Bare experts have one adapter each that is called once, whichever experts are chosen.
+        num_used=sum(n * (part.copies_per_token if part.is_module else 1) for n, part in chosen),
         inputs_used=sum(n * part.copies_per_token * part.in_features for n, part in chosen),
         outputs_used=sum(n * part.copies_per_token * part.out_features for n, part in chosen),
     )
