@@ -70,3 +70,8 @@ _BY_NAME = {
 def find_plain_dtype(name: str) -> Dtype | None:
     """By any of its names: `fp16`, `float16`, `torch.float16`, `F16`."""
     return _BY_NAME.get(name.lower().removeprefix("torch."))
+
+
+MXFP4 = "mxfp4"
+"""transformers' name of the packed format that gpt-oss is published in. Not trained in: loading
+unpacks it."""

@@ -16,12 +16,12 @@ from tightfit.core.errors import InvalidInputError, NotFoundError, UsageError
 from tightfit.core.frozen import Frozen
 from tightfit.core.progress import Progress
 from tightfit.export.gguf_adapter import GgufAdapterPlan, plan_gguf_adapter
-from tightfit.export.gguf_writer import MXFP4, GgufPlan, plan_gguf, read_quant_method
+from tightfit.export.gguf_writer import GgufPlan, plan_gguf
 from tightfit.export.meta_checkpoint import plan_meta
 from tightfit.hardware.machine import read_peak_memory_bytes, reset_peak_memory
 from tightfit.runtime.gguf.unpack import plan_unpack
 from tightfit.runtime.libraries import torch_dtype
-from tightfit.runtime.model_files import ArtefactKind, find_artefact, read_json
+from tightfit.runtime.model_files import ArtefactKind, find_artefact
 from tightfit.runtime.output_folder import (
     check_file_target,
     check_resources,
@@ -208,9 +208,6 @@ def find_convert_source(name: str) -> ConvertSource:
     gguf = _find_gguf(path)
     if gguf is not None:
         return found(SourceKind.GGUF, gguf, gguf.absolute().parent, gguf.stem, gguf.stem)
-    if read_quant_method(read_json(path / "config.json")) == MXFP4:
-        source = found(SourceKind.HF, path, here.parent, here.name, here.name)
-        return replace(source, has_engine=False)
     artefact = find_artefact(name)
     is_adapter = artefact.kind is ArtefactKind.ADAPTER
     if not is_adapter and artefact.kind is not ArtefactKind.MODEL:

@@ -11,13 +11,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tightfit.core.dtypes import PLAIN_DTYPES, Dtype
+from tightfit.core.dtypes import MXFP4, PLAIN_DTYPES, Dtype
 from tightfit.core.errors import InvalidInputError, first_line
 from tightfit.core.packages import require_packages
 from tightfit.core.progress import Progress
 from tightfit.core.text import did_you_mean, printable
 from tightfit.core.units import MIB
 from tightfit.export.gguf_tokenizer import read_vocabulary, settle_scheme, write_vocabulary
+from tightfit.models.config import read_quant_method
 from tightfit.models.families.registry import FAMILIES, find_family
 from tightfit.models.family import Family, GgufLayout
 from tightfit.runtime.gguf.file import (
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-MXFP4 = "mxfp4"
-"""transformers' name of the `quant_method`."""
 MXFP4_BLOCK, MXFP4_BLOCK_BYTES = 32, 17
 """Values that share a scale, and their codes with it. Source: OCP Microscaling Formats 1.0."""
 _CODES, _SCALES = "_blocks", "_scales"
@@ -207,12 +206,6 @@ def _find_layout(folder: Path) -> tuple[Family, GgufLayout]:
             remedy="name a model whose architecture ends in ForCausalLM",
         )
     return family, family.gguf
-
-
-def read_quant_method(config: Mapping[str, Any]) -> str | None:
-    """Of a config.json; None: the model is not quantized."""
-    stated = config.get("quantization_config")
-    return str(stated.get("quant_method", "")).lower() if isinstance(stated, dict) else None
 
 
 def _load_config(source: Path) -> Any:

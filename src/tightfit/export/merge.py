@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
-from tightfit.core.dtypes import Dtype
+from tightfit.core.dtypes import MXFP4, Dtype
 from tightfit.core.errors import InvalidInputError, SetupError, UsageError
 from tightfit.core.files import publish_folder, write_atomic
 from tightfit.core.frozen import Frozen
@@ -27,6 +27,7 @@ from tightfit.data.templates import choose_template
 from tightfit.data.tokenizer import load_tokenizer
 from tightfit.export.verify.verdict import Verdict
 from tightfit.hardware.machine import read_peak_memory_bytes, reset_peak_memory
+from tightfit.models.config import read_quant_method
 from tightfit.runtime.adapters import load_adapter
 from tightfit.runtime.libraries import silence_libraries, torch_dtype
 from tightfit.runtime.load import build_model, load_base, read_config
@@ -582,7 +583,7 @@ def _check_request(request: MergeRequest) -> tuple[Artefact, Path]:
             f"--to {request.dtype.value}",
         )
     config = json.loads((artefact.base / "config.json").read_bytes())
-    if config.get("quantization_config"):
+    if read_quant_method(config) not in (None, MXFP4):
         raise InvalidInputError(
             f"The base model in {artefact.base} is quantized, and an adapter is merged into "
             "unquantized weights.",

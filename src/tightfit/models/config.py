@@ -6,6 +6,7 @@ import json
 import stat
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -146,6 +147,12 @@ def _stored_dtype(f: ConfigFields) -> Dtype | None:
         if f.has(key):
             return find_plain_dtype(f.text(key, default=""))
     return None
+
+
+def read_quant_method(config: Mapping[str, Any]) -> str | None:
+    """Of a config.json; None: the model is not quantized."""
+    stated = config.get("quantization_config")
+    return str(stated.get("quant_method", "")).lower() if isinstance(stated, dict) else None
 
 
 def _quantized_dtype(f: ConfigFields) -> tuple[bool, Dtype | None]:

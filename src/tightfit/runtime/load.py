@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tightfit.core.dtypes import Dtype
+from tightfit.core.dtypes import MXFP4, Dtype
 from tightfit.core.errors import (
     InvalidInputError,
     SetupError,
@@ -20,6 +20,7 @@ from tightfit.core.errors import (
 from tightfit.core.settings import Sharding
 from tightfit.core.strategy import Strategy
 from tightfit.estimation.weights import packs_experts
+from tightfit.models.config import read_quant_method
 from tightfit.models.families.registry import find_family
 from tightfit.runtime.attention import (
     choose_attention_name,
@@ -59,7 +60,7 @@ def load_base(
     silence_libraries()
     register_attention()
     config = read_config(folder, strategy, attention=attention)
-    stored = find_stored_method(config)
+    stored = read_quant_method(config.to_dict())
     if stored not in (None, MXFP4) and not random_weights:
         raise InvalidInputError(
             f"{folder} is already quantized ({stored}), and training quantizes the original "
@@ -113,19 +114,6 @@ def read_config(
     if find_family(config.model_type).own_attention:
         accept_kernels(config)
     return config
-
-
-MXFP4 = "mxfp4"
-"""The one packed format that models are published in; it is unpacked while it is read."""
-
-
-def find_stored_method(config: PretrainedConfig) -> str | None:
-    """How the files are quantized, as `config.json` says it."""
-    stored: Any = getattr(config, "quantization_config", None)
-    if stored is None:
-        return None
-    method = stored.get("quant_method") if isinstance(stored, dict) else stored.quant_method
-    return str(getattr(method, "value", method))
 
 
 def _unpack_mxfp4() -> Any:
@@ -183,7 +171,7 @@ def read_model(
     Raises a UserError for unreadable files and missing tensors; out of memory is passed on.
     """
     quantization = bitsandbytes_config(strategy)
-    from_mxfp4 = find_stored_method(config) == MXFP4
+    from_mxfp4 = read_quant_method(config.to_dict()) == MXFP4
     if from_mxfp4 and quantization is None:
         quantization = _unpack_mxfp4()
     elif from_mxfp4:

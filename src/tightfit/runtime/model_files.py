@@ -18,6 +18,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tightfit.core.dtypes import MXFP4
 from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError, first_line
 from tightfit.core.files import atomic_folder, cache_folder
 from tightfit.core.packages import require_packages
@@ -460,6 +461,8 @@ def _kind_of(folder: Path) -> ArtefactKind:
         return ArtefactKind.GPTQ
     if method == "bitsandbytes":
         return ArtefactKind.BITSANDBYTES
+    if method == MXFP4:  # as the model was published; loading unpacks it
+        return ArtefactKind.MODEL
     raise InvalidInputError(
         f"{folder} is quantized with {method or 'an unnamed method'}, which no engine here reads.",
         remedy="name the model it was made from, or a GPTQ, bitsandbytes or GGUF version of it",

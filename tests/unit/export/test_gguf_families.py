@@ -338,7 +338,7 @@ def test_experts_in_mxfp4_stay_as_they_are(make: Maker, tmp_path: Path) -> None:
             assert np.array_equal(unpacked, expected.transpose(1, 2).numpy()), part
     with LlamaModel(Path(made.path), num_positions=32) as llama:
         assert np.isfinite(llama.logits(list(range(4, 36)))).all()
-    assert made.next_command == f"tightfit chat {made.path}"
+    assert made.next_command == f"tightfit verify {source} {made.path}"
 
 
 def test_an_expert_that_is_lost_is_missed(make: Maker, tmp_path: Path) -> None:

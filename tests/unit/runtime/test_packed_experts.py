@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tightfit.core.dtypes import Dtype
 from tightfit.core.settings import Method
 from tightfit.core.strategy import Quirks, Strategy, Training
 from tightfit.estimation.weights import count_quantized_values, estimate_weight_bytes
+from tightfit.export.merge import plan_merge
 from tightfit.models.config import read_config, read_config_file
 from tightfit.models.spec import Role
 from tightfit.runtime.adapters import add_adapters, load_adapter, save_adapter
@@ -199,3 +201,35 @@ def test_adapters_of_packed_experts_are_as_beside_their_values(tmp_path: Path) -
     loaded: Any = load_adapter(load_base(folder, strategy, CPU), tmp_path / "adapter")
     with torch.no_grad():
         assert torch.equal(loaded(input_ids=IDS, labels=IDS).loss, loss)
+
+
+def test_an_adapter_is_merged_into_mxfp4(tmp_path: Path) -> None:
+    """The experts stay as they are; attention is not packed, and takes the adapter."""
+    values = write_mxfp4(tmp_path / "model")
+    strategy = NF4.model_copy(
+        update={
+            "method": Method.LORA,
+            "weights": Dtype.BF16,
+            "adapter_dtype": Dtype.BF16,
+            "lora_targets": ("q_proj", "o_proj"),
+        }
+    )
+    training = Training(model_path=str(tmp_path / "model"), learning_rate=1e-3)
+    adapted: Any = add_adapters(load_base(tmp_path / "model", strategy, CPU), strategy, training)
+    for name, parameter in adapted.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    save_adapter(adapted, tmp_path / "adapter")
+    shutil.copytree(tmp_path / "model", tmp_path / "merged")
+    plan = plan_merge(tmp_path / "adapter", tmp_path / "model")
+    merged = {output.name: plan.read(output.name).to(output.dtype) for output in plan.outputs}
+    save_file(merged, tmp_path / "merged" / "model.safetensors", {"format": "pt"})
+
+    loaded: Any = load_base(tmp_path / "merged", strategy, CPU)
+    for name, wanted in values.items():
+        assert torch.equal(loaded.get_parameter(name).detach().float(), wanted)
+    with torch.no_grad():
+        expected = adapted(input_ids=IDS).logits
+        assert (loaded(input_ids=IDS).logits - expected).abs().max() < 0.02 * expected.abs().max()
+        base = load_base(tmp_path / "model", strategy, CPU)(input_ids=IDS).logits
+        assert (base - expected).abs().max() > 0.1 * expected.abs().max()
