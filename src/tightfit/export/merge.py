@@ -607,6 +607,8 @@ def _write_model(request: MergeRequest, plan: MergePlan, work: Path) -> None:
         write_atomic(work / "chat_template.jinja", chosen.text)
     config = json.loads((artefact.base / "config.json").read_bytes())
     plan.update_config(config)
+    if plan.missing:
+        config.pop("quantization_config", None)  # what was packed is not any more
     write_atomic(work / "config.json", json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
 
@@ -705,7 +707,7 @@ def _write_whole(request: MergeRequest, plan: MergePlan, work: Path) -> None:
         _merge_in_place(layer)
         if request.report is not None:
             request.report("layers", number, len(layers))
-    merged = adapted.merge_and_unload()  # merged already: this only removes peft's wrappers
+    merged = adapted.unload()  # merged already: this only removes the wrappers
     merged.config.use_cache = True
     merged.save_pretrained(
         str(work), max_shard_size=request.max_shard_bytes, safe_serialization=True

@@ -213,7 +213,7 @@ def _check_experts(spec: ModelSpec, targets: tuple[str, ...]) -> None:
     parts = [part for block in spec.blocks for part in block.linears]
     if not any(part.lora_rank_factor and not part.is_module for part in parts):
         raise UsageError(
-            f"peft has no adapters for experts of {spec.name}.",
+            f"{spec.name} has no experts that take adapters.",
             remedy=f"--set lora_targets={ALL_LINEAR}",
         )
 

@@ -46,6 +46,7 @@ def add_adapters(model: PreTrainedModel, strategy: Strategy, training: Training)
         lora_alpha=training.scale_alpha(strategy.lora_rank),
         lora_dropout=strategy.lora_dropout,
         target_modules=_list_targets(model, targets),
+        target_parameters=_list_expert_targets(model, targets) or None,
         exclude_modules=excluded or None,
         use_rslora=training.rslora,
         use_dora=strategy.dora,
@@ -178,6 +179,16 @@ def _list_targets(model: Any, targets: tuple[str, ...]) -> str | list[str]:
         if isinstance(module, nn.Linear) and module is not head
     ]
     return [name for name in dict.fromkeys(linears) if name not in experts]
+
+
+def _list_expert_targets(model: Any, targets: tuple[str, ...]) -> list[str]:
+    """The parameters of experts that peft must be told of: `all-linear` is enough for some."""
+    from tightfit.runtime.packed_experts import list_packable
+
+    if EXPERTS not in targets or _names_for_experts(model.config.model_type):
+        return []
+    paths = [path.split(".") for path, _, _ in list_packable(model)]
+    return list(dict.fromkeys(".".join(parts[-2:]) for parts in paths))
 
 
 def _names_for_experts(model_type: str) -> set[str]:

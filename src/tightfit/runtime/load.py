@@ -204,6 +204,8 @@ def read_model(
             raise
         raise _unreadable(folder, error) from error
     check_missing(folder, sorted(info["missing_keys"]))
+    if from_mxfp4:
+        model._weight_conversions = []  # or saving would give plain values the names of codes
     loaded: PreTrainedModel = model
     return loaded
 

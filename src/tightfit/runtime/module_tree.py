@@ -359,6 +359,7 @@ def _read_bare(path: str, part: Any, hidden: int, *, is_adapted: bool) -> Iterat
                 is_transposed = hidden == (second if _LEADS_BACK.search(name) else first)
             ins, outs = (first, second) if is_transposed else (second, first)
             bias = own.get(f"{key}_bias", own.get("bias") if key == "weight" else None)
+            is_grouped = hasattr(part, "has_gate") and find_gating(part) is not None
             yield Linear(
                 name=name,
                 in_features=ins,
@@ -367,8 +368,8 @@ def _read_bare(path: str, part: Any, hidden: int, *, is_adapted: bool) -> Iterat
                 role=Role.EXPERT,
                 copies=copies,
                 is_module=False,
-                is_grouped=hasattr(part, "has_gate") and find_gating(part) is not None,
-                lora_rank_factor=_RANK_FACTORS.get(name, 0) if is_adapted else 0,
+                is_grouped=is_grouped,
+                lora_rank_factor=_RANK_FACTORS.get(name, 0) if is_adapted else int(is_grouped),
             )
         elif parameter.dim() == 2 and ("router" in where or _ROUTER.search(path)):
             outs, ins = parameter.shape

@@ -382,6 +382,10 @@ CASES: dict[str, tuple[Callable[[], Case], Callable[[], Case]]] = {
         lambda: _case(_UNPACKED | {"upcast_unquantized": True}),
         lambda: _case(_NF4 | {"upcast_unquantized": True}),
     ),
+    "experts-zero3": (
+        lambda: _case(_ZERO3 | _NF4, model="mixtral-8x7b"),
+        lambda: _case(_FSDP4 | _NF4, model="mixtral-8x7b"),
+    ),
     "cpu-kernels": (
         lambda: _on_cpu(_case({"fused_kernels": True})),
         lambda: _on_cpu(_case({"loss": "chunked"})),

@@ -21,6 +21,7 @@ from tightfit.models.config import read_config
 from tightfit.models.families.registry import find_family
 from tightfit.models.resolve import resolve_model
 from tightfit.runtime.adapters import add_adapters, load_adapter, save_adapter
+from tightfit.runtime.kernels.experts import use_grouped_experts
 from tightfit.runtime.load import load_base
 from tiny_configs import TINY, tiny_config
 
@@ -72,6 +73,7 @@ def test_as_many_trained_values_as_estimated(family: str, fields: dict[str, Any]
 def make_tiny(model_type: str) -> Any:
     auto: Any = AutoConfig
     config = auto.for_model(model_type, **TINY[model_type])
+    use_grouped_experts(config)
     kind: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     return kind.from_config(config, dtype=torch.float32)
 
@@ -83,8 +85,15 @@ def test_every_family_has_as_many_adapters_as_estimated(model_type: str) -> None
     strategy = fp32(lora_rank=3)
     model = add_adapters(make_tiny(model_type), strategy, TRAINING)
     spec = read_config(tiny_config(model_type), name="", source="")
-
     assert count_trained(model) == num_trainable(spec, strategy)
+
+    if spec.grouped_params:
+        strategy = fp32(lora_rank=3, lora_targets=("all-linear", "experts"))
+        before, model = (
+            count_trained(model),
+            add_adapters(make_tiny(model_type), strategy, TRAINING),
+        )
+        assert count_trained(model) == num_trainable(spec, strategy) > before
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

@@ -383,7 +383,7 @@ def expert_linears(
 ) -> tuple[Linear, ...]:
     """Router and experts as transformers 5 keeps them: bare 3-D parameters, not modules.
 
-    `adapted`: peft knows how to attach LoRA to them. Source: peft's weight conversion for
+    `adapted`: peft's `all-linear` attaches LoRA to them. Source: peft's weight conversion for
     transformers 5, which gives the fused gate and up projection twice the rank.
     `has_linear_router`: the router is an `nn.Linear`.
     """
@@ -399,7 +399,7 @@ def expert_linears(
             copies_per_token=experts.per_token,
             is_module=False,
             is_grouped=True,
-            lora_rank_factor=rank_factor if adapted else 0,
+            lora_rank_factor=rank_factor if adapted else 1,
         )
 
     routing = linear(
@@ -414,7 +414,8 @@ def expert_linears(
 
 def ungrouped(linears: tuple[Linear, ...]) -> tuple[Linear, ...]:
     """The same matrices, where only the family's own code multiplies its experts."""
-    return tuple(part.model_copy(update={"is_grouped": False}) for part in linears)
+    changes = {"is_grouped": False, "lora_rank_factor": 0}
+    return tuple(part.model_copy(update=changes) if part.is_grouped else part for part in linears)
 
 
 def without_adapter(linears: tuple[Linear, ...]) -> tuple[Linear, ...]:
