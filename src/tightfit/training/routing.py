@@ -31,8 +31,8 @@ class Routing:
     (share of tokens sent to it x mean probability), both over all layers and all tokens that are
     not padding. Each micro-batch's counts as many times as it has trained tokens, so a step's is
     the mean over its micro-batches and ranks by their trained tokens. With one micro-batch that is
-    transformers' value. Several equally long ones give the value of all together less the
-    covariance of share and probability over micro-batches: each is balanced by itself.
+    transformers' value. Several of equal length give the value of all together, plus experts x
+    the covariances of share and probability over micro-batches: each is balanced by itself.
 
     Counts and loss are added up on the device, and read once per step. What backward recomputes is
     not counted again. Experts are counted where transformers calls them with the chosen ones;

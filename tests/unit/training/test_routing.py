@@ -122,6 +122,25 @@ def test_counts_are_those_of_the_routers() -> None:
         assert counted.tolist() == torch.bincount(chosen, minlength=6).tolist()
 
 
+def test_training_with_it_evens_the_load() -> None:
+    batch, found = make_batch(24, 24, 24), {}
+    for weight in (0.0, 1.0):
+        objective = build(make_model("mixtral"), weight=weight)
+        assert objective.routing is not None
+        optimizer = torch.optim.AdamW(objective.parameters(), lr=3e-3)
+        for _ in range(30):
+            (objective(**batch) / count_trained(batch)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        objective.routing.take()
+        objective(**batch)
+        sums = objective.routing.take()
+        assert sums is not None
+        found[weight] = float(measure_loads(sums.expert_tokens)[0])
+
+    assert found[1.0] < 1.4 < found[0.0]
+
+
 def test_two_equal_micro_batches_weigh_as_much_as_one() -> None:
     model, batch = make_model("qwen3_moe"), make_batch(12, 12)
     objective = build(model)
@@ -136,6 +155,35 @@ def test_two_equal_micro_batches_weigh_as_much_as_one() -> None:
 
     assert halves == pytest.approx(2 * once[0], rel=1e-6)
     assert float(sums.router_loss) == pytest.approx(2 * once[1], rel=1e-6)
+
+
+def test_micro_batches_differ_from_one_batch_by_the_covariances() -> None:
+    model, batch = make_model("mixtral"), make_batch(12, 12)
+    objective = build(model)
+    assert objective.routing is not None
+
+    def balance(part: slice) -> float:
+        assert objective.routing is not None
+        one = {name: tensor[part] for name, tensor in batch.items()}
+        objective(**one)
+        sums = objective.routing.take()
+        assert sums is not None
+        return float(sums.router_loss) / count_trained(one)
+
+    with torch.no_grad():
+        logits = torch.stack(
+            model(
+                input_ids=batch["input_ids"], output_router_logits=True, use_cache=False
+            ).router_logits
+        )
+    rows = logits.view(len(logits), 2, 12, -1)  # layers, sequences, tokens, experts
+    shares = torch.nn.functional.one_hot(rows.topk(2).indices, 6).sum(-2).float().mean((0, 2))
+    chances = rows.softmax(-1).mean((0, 2))
+    covariances = (shares * chances).mean(0) - shares.mean(0) * chances.mean(0)
+
+    mean = (balance(slice(0, 1)) + balance(slice(1, 2))) / 2
+    assert mean == pytest.approx(balance(slice(0, 2)) + 6 * float(covariances.sum()), rel=1e-5)
+    assert float(covariances.sum()) > 1e-4
 
 
 def test_a_micro_batch_without_trained_tokens_weighs_nothing() -> None:
