@@ -57,7 +57,7 @@ class StepRecord(Frozen):
     """Resident memory of rank 0."""
     num_alloc_retries: Count = 0
     """Times the allocator had to free its cache and try again, since the start."""
-    router_loss: MaybeNan | None = None
+    router_loss: float | None = None
     """The load-balancing loss, without its weight; `loss` is without it. None where it is off."""
     expert_load_max: float | None = None
     """Tokens of the most loaded expert of any layer over the mean of that layer's. None without
