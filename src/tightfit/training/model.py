@@ -92,7 +92,9 @@ class Objective(nn.Module):
             outputs, balance = call(**inputs, use_cache=False), None
         else:
             is_token = inputs.get("attention_mask", mark_tokens(labels, lengths))
-            outputs, balance = self.routing.run(call, inputs, is_token)
+            # A rank that has no rows left repeats some without loss.
+            is_counted = len(targets) > 0
+            outputs, balance = self.routing.run(call, inputs, is_token, is_counted=is_counted)
         if is_plain:
             hidden = outputs.last_hidden_state[:, :-1][wanted]
             del outputs

@@ -44,7 +44,7 @@ class Routing:
         self._num_choices = num_choices
         self._shape = (len(experts), max((one.num_experts for one in experts), default=0))
         self._is_token: Tensor | None = None
-        """Of the micro-batch whose forward pass runs; None outside of it."""
+        """Of the micro-batch whose forward pass runs and counts; None outside of it."""
         self._expert_tokens: Tensor | None = None
         self._router_loss: Tensor | None = None
         for layer, module in enumerate(experts):
@@ -66,14 +66,19 @@ class Routing:
         )
 
     def run(
-        self, call: Callable[..., Any], inputs: dict[str, Tensor], is_token: Tensor
+        self,
+        call: Callable[..., Any],
+        inputs: dict[str, Tensor],
+        is_token: Tensor,
+        *,
+        is_counted: bool,
     ) -> tuple[Any, Tensor | None]:
-        """The outputs of a forward pass in training, and its weighted router loss where wanted."""
+        """The outputs of a forward pass in training, and its router loss where wanted."""
         if self._expert_tokens is None:
             self._expert_tokens = torch.zeros(
                 self._shape, dtype=torch.int64, device=is_token.device
             )
-        self._is_token = is_token
+        self._is_token = is_token if is_counted else None
         try:
             if not self._loss_weight:
                 return call(**inputs, use_cache=False), None

@@ -130,8 +130,7 @@ class ReducedMetrics:
     """A step's metrics and flags after the all-reduce: the same on every rank."""
 
     loss: float
-    """Mean over the step's trained tokens."""
-    """Without the router loss."""
+    """Mean over the step's trained tokens, without the router loss."""
     grad_norm: float | None
     is_skipped: bool
     must_stop: bool

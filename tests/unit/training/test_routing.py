@@ -193,6 +193,10 @@ def test_a_micro_batch_without_trained_tokens_weighs_nothing() -> None:
     loss = objective(**batch)
     loss.backward()
 
+    assert objective.routing is not None
+    sums = objective.routing.take()
+    assert sums is not None
+    assert not sums.expert_tokens.any()
     assert float(loss.detach()) == 0
     assert not any(gradient.any() for gradient in gradients(model).values())
 
