@@ -27,7 +27,8 @@ from tightfit.training.batches import BatchSampler, collate_padded, without_loss
 from tightfit.training.distributed import DistContext
 from tightfit.training.engine import build_engine
 from tightfit.training.loop import learning_rate_at
-from tightfit.training.step import all_reduce_metrics, mix_seed, train_step
+from tightfit.training.model import find_routing
+from tightfit.training.step import ReducedMetrics, all_reduce_metrics, mix_seed, train_step
 
 VOCABULARY = 128
 NUM_STEPS = 20
@@ -176,6 +177,9 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.engine = build_engine(self.plan, self.context)
+        self.routing = find_routing(self.engine.module)
+        self.metrics: list[ReducedMetrics] = []
+        """Of every step taken."""
         assert self.plan.training is not None
         self.training = self.plan.training
         self.sampler = BatchSampler(
@@ -217,8 +221,13 @@ class Trainer:
             ),
         )
         agreed = all_reduce_metrics(
-            outcome, num_trained_tokens=num_trained, must_stop=False, must_save=False
+            outcome,
+            num_trained_tokens=num_trained,
+            must_stop=False,
+            must_save=False,
+            routing=None if self.routing is None else self.routing.take(),
         )
+        self.metrics.append(agreed)
         return agreed.loss
 
 

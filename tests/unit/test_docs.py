@@ -190,7 +190,7 @@ def test_recipes_in_the_training_page_are_recipes(tmp_path: Path) -> None:
     blocks = re.findall(r"```yaml\n(.*?)```", TRAINING.read_text(), re.S)
     path = tmp_path / "recipe.yaml"
 
-    assert len(blocks) == 3
+    assert len(blocks) == 4
     for block in blocks:
         path.write_text(block)
         assert read_recipe(path).data

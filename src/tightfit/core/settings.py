@@ -319,6 +319,16 @@ class StrategySettings(_Declared):
     """After loading, and kept in the compute dtype: the values that each step would unpack, in the
     memory and time of 16-bit LoRA. With `fp8` in fp8, from there."""
     compile: Annotated[bool, Setting("Compile each layer. [default: off]")] = False
+    router_loss_weight: Annotated[
+        float,
+        Ge(0),
+        Le(10),
+        _of_job("Weight of a mixture's load-balancing loss. [default: 0]", example="0.001"),
+    ] = 0.0
+    """transformers' `router_aux_loss_coef`. Off by default, as there unless `output_router_logits`
+    is set: it helps where routers are trained, as in full tuning, and the model's config.json may
+    say with which weight it was made. Under LoRA most routers are frozen, and the loss can only
+    change what they read."""
     sharding: Annotated[
         Sharding, Setting("How state is spread. [default: single on one GPU, else fsdp]")
     ] = Sharding.SINGLE

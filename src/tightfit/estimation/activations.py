@@ -113,16 +113,31 @@ def estimate_layer_bytes(
     held = _held_input_bytes(block, strategy, numerics, is_recomputed=False)
     saved = norms + attention + mlp + held + _outlier_bytes(block, strategy)
     saved += _dora_bytes(block, strategy, numerics) + augmented_token_bytes(spec, block, strategy)
+    router_loss = _router_loss_bytes(block, strategy, numerics)
+    saved += router_loss
     mlp_peak = saved + _mlp_working(spec, block, numerics)
     attention_peak = saved - mlp + _attention_working(spec, block, strategy, numerics)
     return LayerBytes(
         saved=saved,
         checkpoint=numerics.residual * spec.hidden_size
         + inputs
-        + _held_input_bytes(block, strategy, numerics, is_recomputed=True),
+        + _held_input_bytes(block, strategy, numerics, is_recomputed=True)
+        + router_loss,
         working=max(mlp_peak, attention_peak) - saved,
         adapted_weights=_adapted_weight_bytes(block, strategy),
     )
+
+
+def _router_loss_bytes(block: Block, strategy: Strategy, numerics: ValueWidths) -> int:
+    """Probabilities of all experts, also of recomputed layers; then the gradients of the logits,
+    in their place, until the backward pass reaches the layer.
+
+    Leaves out the logits themselves, which are gone before the head's. Source: transformers
+    `load_balancing_loss_func`, whose softmax keeps its result; counted in traced steps.
+    """
+    if not strategy.router_loss_weight:
+        return 0
+    return (4 if numerics.is_autocast else numerics.value) * block.num_experts
 
 
 def cache_bytes(spec: ModelSpec, block: Block, strategy: Strategy) -> int:

@@ -215,6 +215,9 @@ class Family:
     # Layers
     has_liger: bool = False
     """Liger has fused kernels for it (monkey_patch.py, 0.8)."""
+    has_router_loss: bool = False
+    """Its modelling file has `load_balancing_loss_func`. Other mixtures balance their experts by a
+    bias, if at all."""
     scales_logits: bool = False
     """The head's output is changed before the loss, so the model makes all logits itself."""
     fuses_projections: bool = False

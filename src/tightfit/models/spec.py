@@ -99,6 +99,11 @@ class Block(_Part):
         return any(part.role is Role.ATTENTION for part in self.linears)
 
     @cached_property
+    def num_experts(self) -> int:
+        """Of each layer; 0 where it has none."""
+        return max((part.copies for part in self.linears if part.role is Role.EXPERT), default=0)
+
+    @cached_property
     def norm_params(self) -> int:
         return sum(self.norm_widths) * (2 if self.norm_bias else 1) + self.head_norm_params
 

@@ -46,6 +46,8 @@ def describe_strategy(strategy: Strategy, *, is_cpu: bool = False) -> str:
     parts.append(f"{s.loss.value} loss")
     if s.dora:
         parts.append("DoRA")
+    if s.router_loss_weight:
+        parts.append(f"router loss x {s.router_loss_weight:g}")
     parts += name_kernel_levers(s)
     parts += [name for name, on in (("compiled", s.compile), ("packed", s.packing)) if on]
     return ", ".join(parts)

@@ -782,6 +782,32 @@ PACKED_EXPERTS_RULES = _group(
     source="tightfit/runtime/packed_experts.py",
 )
 
+ROUTER_LOSS_RULES = _group(
+    Rule(
+        "router-loss-family",
+        lambda c, s: not c.family.has_router_loss or not any(b.num_experts for b in c.spec.blocks),
+        "{m.name} has no router loss: set router_loss_weight=0",
+        "transformers 5.22: load_balancing_loss_func",
+    ),
+    Rule(
+        "router-loss-method",
+        lambda c, s: s.method is Method.LOAD,
+        "the router loss is for training: `{s.method.value}` trains nothing",
+    ),
+    Rule(
+        "router-loss-compile",
+        lambda c, s: s.compile,
+        "routers inside compiled layers are out of the router loss's reach: set compile=false",
+    ),
+    Rule(
+        "router-loss-trainer",
+        lambda c, s: bool(s.trainer),
+        "tightfit does not write a router loss into other trainers' configurations: set it there",
+    ),
+    applies=lambda c, s: s.router_loss_weight > 0,
+    source="tightfit/training/routing.py",
+)
+
 FP8_RULES = _group(
     Rule(
         "fp8-capability",
@@ -940,6 +966,7 @@ GROUPS = (
     DORA_RULES,
     DEQUANTIZED_RULES,
     PACKED_EXPERTS_RULES,
+    ROUTER_LOSS_RULES,
     FP8_RULES,
     CPU_RULES,
 )

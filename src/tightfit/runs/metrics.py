@@ -57,6 +57,13 @@ class StepRecord(Frozen):
     """Resident memory of rank 0."""
     num_alloc_retries: Count = 0
     """Times the allocator had to free its cache and try again, since the start."""
+    router_loss: float | None = None
+    """The load-balancing loss, without its weight; `loss` is without it. None where it is off."""
+    expert_load_max: float | None = None
+    """Tokens of the most loaded expert of any layer over the mean of that layer's. None without
+    experts, or where they are not counted; so the next."""
+    idle_experts_fraction: float | None = None
+    """Share of all layers' experts to which no token of the step was sent."""
 
 
 class EvalRecord(Frozen):
@@ -198,8 +205,17 @@ def measure_losses(steps: Sequence[StepRecord]) -> tuple[float | None, float | N
     finite = [record.loss for record in steps if isfinite(record.loss)]
     if not finite:
         return None, None
-    window = min(MOST_SMOOTHED_STEPS, max(1, len(finite) // 20))
-    return keep_finite(mean(finite[:window])), keep_finite(mean(finite[-window:]))
+    return keep_finite(mean(finite[: _window(finite)])), measure_last(finite)
+
+
+def measure_last(values: Iterable[float | None]) -> float | None:
+    """Mean of the last few finite values; None without one."""
+    finite = [value for value in values if value is not None and isfinite(value)]
+    return keep_finite(mean(finite[-_window(finite) :])) if finite else None
+
+
+def _window(values: Sequence[float]) -> int:
+    return min(MOST_SMOOTHED_STEPS, max(1, len(values) // 20))
 
 
 def median_of(values: Iterable[float]) -> float | None:

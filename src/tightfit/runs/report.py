@@ -35,6 +35,7 @@ from tightfit.runs.metrics import (
     Speed,
     StepRecord,
     keep_finite,
+    measure_last,
     measure_losses,
     measure_speed,
     read_records,
@@ -253,6 +254,10 @@ class RunReport(FiniteFrozen):
     """Smoothed over the first few steps."""
     last_loss: float | None
     num_nonfinite_losses: int
+    last_router_loss: float | None = None
+    """Mean of the last few steps, as `last_loss`; so the next two."""
+    last_expert_load_max: float | None = None
+    last_idle_experts_fraction: float | None = None
     eval_before: EvalPoint | None
     eval_after: EvalPoint | None
     peak_gpu_allocated_bytes: int | None
@@ -332,6 +337,9 @@ def report_run(past: PastRun) -> RunReport:
         first_loss=first,
         last_loss=last,
         num_nonfinite_losses=sum(not isfinite(record.loss) for record in steps),
+        last_router_loss=measure_last(record.router_loss for record in steps),
+        last_expert_load_max=measure_last(record.expert_load_max for record in steps),
+        last_idle_experts_fraction=measure_last(record.idle_experts_fraction for record in steps),
         # The one before the first step, and the last one.
         eval_before=evals[0] if evals and evals[0].step == 0 else None,
         eval_after=evals[-1] if evals and evals[-1].step > 0 else None,
@@ -494,6 +502,7 @@ def list_results(report: RunReport) -> list[ResultLine]:
         ("train loss, first", _loss(report.first_loss), "mean of the first few steps"),
         ("train loss, last", _loss(report.last_loss) + broken,
          "mean of the last few steps; lower is better"),
+        *_list_routing(report),
         ("eval loss, before", _eval_loss(before),
          "on rows held back from training, before the first step"),
         ("eval loss, after", _eval_loss(after), "on the same rows at the end: what counts"),
@@ -526,6 +535,27 @@ def list_results(report: RunReport) -> list[ResultLine]:
         ("disk", render_bytes(report.disk_bytes), "all files of the run folder"),
     ]  # fmt: skip
     return [ResultLine(*row) for row in rows]
+
+
+def _list_routing(report: RunReport) -> list[tuple[str, str, str]]:
+    """Lines that only mixtures of experts have."""
+    rows = []
+    if report.last_router_loss is not None:
+        rows.append(
+            (
+                "router loss, last",
+                _loss(report.last_router_loss),
+                "mean of the last few steps; the experts per token where all have the same load",
+            )
+        )
+    if report.last_expert_load_max is not None:
+        rows += [
+            ("expert load, max", f"{report.last_expert_load_max:,.2f}x",
+             "tokens of the most loaded expert of any layer over that layer's mean, at the end"),
+            ("idle experts", render_quantity(report.last_idle_experts_fraction, Unit.FRACTION),
+             "share of all layers' experts without a token in a step, at the end"),
+        ]  # fmt: skip
+    return rows
 
 
 def align_results(reports: Sequence[RunReport]) -> list[tuple[str, ...]]:

@@ -120,6 +120,7 @@ class BatchSampler:
 
 
 Batch = dict[str, torch.Tensor]
+"""What `Objective.forward` takes. `lengths`: of each sequence without its padding."""
 IGNORED = -100
 """The label of a token without loss, as torch's `cross_entropy` has it."""
 
@@ -140,8 +141,10 @@ def collate_padded(sequences: Sequences, *, pad_token_id: int, has_mask: bool = 
     batch = _empty_batch(shape, pad_token_id)
     for index, row in enumerate(rows):
         _write_row(batch, index, 0, row)
+    lengths = [len(row.tokens) for row in rows]
+    batch["lengths"] = torch.tensor(lengths)
     if has_mask:
-        batch["attention_mask"] = _make_mask([len(row.tokens) for row in rows])
+        batch["attention_mask"] = _make_mask(lengths)
     return batch
 
 
@@ -154,6 +157,7 @@ def collate_packed(sequences: Sequences, *, pad_token_id: int) -> Batch:
     lengths = [sum(len(row.tokens) for row in sequence) for sequence in sequences]
     shape = (len(sequences), max(lengths))
     batch = _empty_batch(shape, pad_token_id)
+    batch["lengths"] = torch.tensor(lengths)
     batch["position_ids"] = torch.zeros(shape, dtype=torch.long)
     for index, sequence in enumerate(sequences):
         start = 0

@@ -49,6 +49,7 @@ from tightfit.training.checkpoint import (
 )
 from tightfit.training.distributed import DistContext, sum_over_ranks
 from tightfit.training.engine import TorchEngine, build_engine, evaluating
+from tightfit.training.model import find_routing
 from tightfit.training.run_logger import RunLogger
 from tightfit.training.step import (
     ReducedMetrics,
@@ -121,7 +122,10 @@ class TrainLoop:
         self.saved_step = self.step or -1
         self._saved_at = time.monotonic()
 
+        self.routing = find_routing(self.engine.module)
         warm_up_step(self.engine, to_device(self.loader.longest(), context), context)
+        if self.routing is not None:
+            self.routing.take()
         self.logger = RunLogger(run, plan, context, num_steps=self.num_steps)
         self.logger.open(step=self.step, damaged=damaged)
 
@@ -184,6 +188,7 @@ class TrainLoop:
             must_save=(self.step + 1) % every == 0
             if every is not None
             else seconds_since_save > SECONDS_BETWEEN_CHECKPOINTS,
+            routing=None if self.routing is None else self.routing.take(),
         )
 
     def save(self, *, alone: bool = False) -> None:
@@ -403,6 +408,9 @@ class StepTimer:
             gpu_reserved_bytes=reserved,
             host_bytes=self._process.memory_info().rss,
             num_alloc_retries=retries,
+            router_loss=metrics.router_loss,
+            expert_load_max=metrics.expert_load_max,
+            idle_experts_fraction=metrics.idle_experts_fraction,
         )
         self.restart()
         return record

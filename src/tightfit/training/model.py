@@ -31,6 +31,7 @@ from tightfit.runtime.kernels.fused_lora import (
 from tightfit.runtime.kernels.liger import apply_fused_kernels
 from tightfit.runtime.layers import decoder_layers, dequantize_base, dequantize_deferred
 from tightfit.training.batches import IGNORED
+from tightfit.training.routing import Routing, mark_tokens
 
 _LOGIT_CHANGES = (
     "logit_scale",
@@ -47,19 +48,35 @@ class Objective(nn.Module):
     The head runs on trained positions only: prompts and padding cost no logits. A sum, not a mean:
     micro-batches and ranks add up to the loss of the whole step, each token with the same weight.
     DDP and FSDP wrap this module, so head and loss run inside the wrapped forward.
+
+    In training mode a mixture's router loss is added, and its experts' tokens are counted.
     """
 
-    def __init__(self, model: Any, loss: Loss, *, loss_chunk_factor: int = 1) -> None:
+    def __init__(
+        self,
+        model: Any,
+        loss: Loss,
+        *,
+        loss_chunk_factor: int = 1,
+        routing: Routing | None = None,
+    ) -> None:
         super().__init__()
         self.model = model
+        self.routing = routing
         self._loss = loss
         self._loss_chunk_factor = loss_chunk_factor
 
     @classmethod
     def from_strategy(cls, model: Any, strategy: Strategy) -> Objective:
-        return cls(model, strategy.loss, loss_chunk_factor=strategy.loss_chunk_factor)
+        return cls(
+            model,
+            strategy.loss,
+            loss_chunk_factor=strategy.loss_chunk_factor,
+            routing=Routing.attach(model, strategy),
+        )
 
-    def forward(self, labels: Tensor, **inputs: Tensor) -> Tensor:
+    def forward(self, labels: Tensor, lengths: Tensor | None = None, **inputs: Tensor) -> Tensor:
+        """`lengths`: of each sequence without its padding; None where none is padded."""
         # The transformers model inside peft's.
         model = self.model
         model = model.get_base_model() if hasattr(model, "peft_config") else model
@@ -69,11 +86,28 @@ class Objective(nn.Module):
             return self._sum_losses(logits[labels != IGNORED], labels[labels != IGNORED])
         wanted = labels[:, 1:] != IGNORED
         targets = labels[:, 1:][wanted]
-        if not has_plain_head(model):
-            logits = self.model(**inputs, use_cache=False).logits[:, :-1]
-            return self._sum_losses(logits[wanted], targets)
-        backbone = getattr(model, model.base_model_prefix)
-        hidden = backbone(**inputs, use_cache=False).last_hidden_state[:, :-1][wanted]
+        is_plain = has_plain_head(model)
+        call = getattr(model, model.base_model_prefix) if is_plain else self.model
+        if self.routing is None or not self.training:
+            outputs, balance = call(**inputs, use_cache=False), None
+        else:
+            is_token = inputs.get("attention_mask", mark_tokens(labels, lengths))
+            # A rank that has no rows left repeats some without loss.
+            is_counted = len(targets) > 0
+            outputs, balance = self.routing.run(call, inputs, is_token, is_counted=is_counted)
+        if is_plain:
+            hidden = outputs.last_hidden_state[:, :-1][wanted]
+            del outputs
+            loss = self._apply_head(model, hidden, targets)
+        else:
+            logits = outputs.logits[:, :-1]
+            del outputs
+            loss = self._sum_losses(logits[wanted], targets)
+        if self.routing is not None and balance is not None:
+            loss = self.routing.add_loss(loss, balance, len(targets))
+        return loss
+
+    def _apply_head(self, model: Any, hidden: Tensor, targets: Tensor) -> Tensor:
         head = model.get_output_embeddings()
         softcap = getattr(model.config, "final_logit_softcapping", None)
         if self._loss is Loss.FUSED:
@@ -98,6 +132,11 @@ class Objective(nn.Module):
             losses = [cross_entropy(part.float(), own, reduction="sum") for part, own in pairs]
             return torch.stack(losses).sum()
         return cross_entropy(logits.float(), targets, reduction="sum")
+
+
+def find_routing(module: nn.Module) -> Routing | None:
+    """Of the Objective inside what DDP or DeepSpeed wrapped."""
+    return next((part.routing for part in module.modules() if isinstance(part, Objective)), None)
 
 
 def has_plain_head(model: Any) -> bool:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from tightfit.core.strategy import Strategy
 from tightfit.training.batches import Batch
+from tightfit.training.routing import RoutingSums, measure_loads
 
 
 class Engine(Protocol):
@@ -83,7 +84,7 @@ class StepOutcome:
     """One rank's result of a step."""
 
     loss_sum: Tensor
-    """Of this rank's trained tokens."""
+    """Of this rank's trained tokens, with the weighted router loss."""
     update: Update
 
 
@@ -129,29 +130,51 @@ class ReducedMetrics:
     """A step's metrics and flags after the all-reduce: the same on every rank."""
 
     loss: float
-    """Mean over the step's trained tokens."""
+    """Mean over the step's trained tokens, without the router loss."""
     grad_norm: float | None
     is_skipped: bool
     must_stop: bool
     must_save: bool
+    router_loss: float | None = None
+    """Mean over micro-batches and ranks by their trained tokens, without its weight."""
+    expert_load_max: float | None = None
+    idle_experts_fraction: float | None = None
 
 
 def all_reduce_metrics(
-    outcome: StepOutcome, *, num_trained_tokens: int, must_stop: bool, must_save: bool
+    outcome: StepOutcome,
+    *,
+    num_trained_tokens: int,
+    must_stop: bool,
+    must_save: bool,
+    routing: RoutingSums | None = None,
 ) -> ReducedMetrics:
-    """Sum losses and flags over ranks, in one collective; a flag set on one rank holds on all."""
+    """Sum losses, flags and expert counts over ranks, in one collective and one read; a flag set on
+    one rank holds on all."""
     loss = outcome.loss_sum.double()
     is_skipped = torch.as_tensor(outcome.update.is_skipped, dtype=loss.dtype, device=loss.device)
+    router_loss = loss.new_zeros(())
+    counts = loss.new_zeros(0)
+    if routing is not None:
+        router_loss = routing.router_loss.double()
+        counts = routing.expert_tokens.reshape(-1).double()
     flags = loss.new_tensor([float(must_stop), float(must_save)])
-    values = torch.cat([torch.stack([loss, is_skipped]), flags])
+    values = torch.cat([torch.stack([loss, is_skipped, router_loss]), flags, counts])
     if dist.is_initialized():
         dist.all_reduce(values)
-    loss_sum, skipped, stop, save = values.tolist()
+    sums, loads = values[:5], values[5:]
+    if routing is not None and len(loads):
+        loads = measure_loads(loads.view(routing.expert_tokens.shape))
+    loss_sum, skipped, router_sum, stop, save, *measured = torch.cat([sums, loads]).tolist()
     norm = outcome.update.grad_norm
+    weight = 0.0 if routing is None else routing.loss_weight
     return ReducedMetrics(
-        loss=loss_sum / num_trained_tokens,
+        loss=(loss_sum - weight * router_sum) / num_trained_tokens,
         grad_norm=None if norm is None else float(norm),
         is_skipped=skipped > 0,
         must_stop=stop > 0,
         must_save=save > 0,
+        router_loss=router_sum / num_trained_tokens if weight else None,
+        expert_load_max=measured[0] if measured else None,
+        idle_experts_fraction=measured[1] if measured else None,
     )

@@ -49,6 +49,13 @@ CASES = [
     *(("full", name) for name in SHARDED),
     *(("lora", name) for name in ("ddp", "fsdp-accumulated", "fsdp-offload")),
 ]
+MIXTURE: dict[str, Any] = {"micro_batch": 2, "router_loss_weight": 0.5}
+"""One micro-batch a rank on two ranks, or two on one: the same micro-batches."""
+SHARDED_MIXTURE: dict[str, dict[str, Any]] = {
+    "ddp": {"sharding": "ddp"},
+    "fsdp": {"sharding": "fsdp"},
+    "fsdp-recomputed": {"sharding": "fsdp", "checkpointing": True},
+}
 FIRST_STOP, SECOND_STOP = 8, 14
 
 
@@ -99,6 +106,16 @@ def single(part: Part) -> None:
         for name, micro_batch in (("one-batch", 4), ("single", 2)):
             trainer = part.trainer(method=method, micro_batch=micro_batch)
             part.keep(f"{method}-{name}", trainer, trainer.train(0, NUM_STEPS))
+    _train_mixture(part, "mixture-single", {})
+
+
+def _train_mixture(part: Part, name: str, changes: dict[str, Any]) -> None:
+    trainer = part.trainer("mixture", **(MIXTURE | changes))
+    part.keep(name, trainer, trainer.train(0, NUM_STEPS))
+    part.notes[name]["routing"] = [
+        (step.router_loss, step.expert_load_max, step.idle_experts_fraction)
+        for step in trainer.metrics
+    ]
 
 
 def many(part: Part) -> None:
@@ -113,6 +130,8 @@ def many(part: Part) -> None:
         losses += trainer.train(FIRST_STOP, NUM_STEPS)
         part.keep(f"{method}-{name}", trainer, losses)
         part.notes[f"{method}-{name}"]["wrapping"] = wrapping
+    for name, changes in SHARDED_MIXTURE.items():
+        _train_mixture(part, f"mixture-{name}", changes)
     part.notes["overflow"] = _overflow_on_one_rank(part)
     part.notes["packed"] = _pack(part, "model")
     part.notes["packed-mixture"] = _pack(part, "mixture")

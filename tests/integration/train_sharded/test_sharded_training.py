@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from shard_worker import CASES
+from shard_worker import CASES, SHARDED_MIXTURE
 
 from shard_cases import NUM_STEPS, make_mixture, make_model, make_store
 
@@ -50,8 +50,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sharded")
     make_store(folder / "store")
     make_model(folder / "model")
-    make_model(folder / "large", hidden_size=512, intermediate_size=1536, num_hidden_layers=16)
     make_mixture(folder / "mixture")
+    make_model(folder / "large", hidden_size=512, intermediate_size=1536, num_hidden_layers=16)
     started = [("single", _start("single", folder, 1)), ("many", _start("many", folder, 2))]
     for part, process in started:
         _finish(process, part, folder)
@@ -122,6 +122,18 @@ def test_the_model_is_wrapped_as_named(folder: Path, method: str, name: str) -> 
         "CPUOffloadPolicy" if name == "fsdp-offload" else "OffloadPolicy"
     )
     assert wrapping["device"] == "cpu"
+
+
+@pytest.mark.parametrize("name", SHARDED_MIXTURE)
+def test_a_mixture_is_balanced_and_counted_over_all_ranks(folder: Path, name: str) -> None:
+    alone = _notes(folder, "single")["mixture-single"]
+    many = _notes(folder, "many")[f"mixture-{name}"]
+
+    assert many["losses"] == pytest.approx(alone["losses"], abs=TOLERANCE)
+    for found, wanted in zip(many["routing"], alone["routing"], strict=True):
+        assert found == pytest.approx(wanted, abs=1e-4)
+    _assert_same_tensors(folder, f"mixture-{name}", "mixture-single")
+    assert all(load > 1 for _, load, _ in alone["routing"])  # not even by chance
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -56,6 +56,17 @@ def test_attention_is_as_the_model_class_says(model_type: str) -> None:
     assert family.default_attention_dropout == dropout
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("model_type", KNOWN)
+def test_mixtures_have_a_router_loss_where_transformers_has_one(model_type: str) -> None:
+    auto: Any = AutoConfig
+    config = auto.for_model(model_type)
+    mappings: Any = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING)
+    module = inspect.getmodule(mappings[bool(config.is_encoder_decoder)][type(config)])
+
+    assert find_family(model_type).has_router_loss == hasattr(module, "load_balancing_loss_func")
+
+
 def _attends_token_by_token(model_type: str) -> bool:
     """Without a state that runs on, or chunks that are counted from the row's start."""
     kinds = getattr(_make_config(model_type), "layer_types", None) or []

@@ -19,6 +19,7 @@ from tightfit.planning.search import search
 KEPT = (
     *("method", "weights", "compute", "adapter_dtype", "lora_rank", "lora_targets", "dora"),
     *("train_embeddings", "optimizer", "seq_len", "packing", "num_nodes", "gpus_per_node"),
+    "router_loss_weight",
 )
 
 

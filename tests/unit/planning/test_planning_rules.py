@@ -167,6 +167,22 @@ CASES: dict[str, tuple[Callable[[], Case], Callable[[], Case]]] = {
         lambda: _case({"compile": True, "attention": "flex"}, model="gpt-oss-20b"),
         lambda: _case({"compile": True, "attention": "flex"}, model="gemma-2-2b"),
     ),
+    "router-loss-family": (
+        lambda: _case({"router_loss_weight": 0.01}),
+        lambda: _case({"router_loss_weight": 0.01}, model="Mixtral-8x7B"),
+    ),
+    "router-loss-method": (
+        lambda: _case({"router_loss_weight": 0.01, "method": "load"}, model="Mixtral-8x7B"),
+        lambda: _case({"router_loss_weight": 0.01, "method": "lora"}, model="Mixtral-8x7B"),
+    ),
+    "router-loss-compile": (
+        lambda: _case({"router_loss_weight": 0.01, "compile": True}, model="Mixtral-8x7B"),
+        lambda: _case({"compile": True}, model="Mixtral-8x7B"),
+    ),
+    "router-loss-trainer": (
+        lambda: _case({"router_loss_weight": 0.01, "trainer": "trl@1.16"}, model="Mixtral-8x7B"),
+        lambda: _case({"trainer": "trl@1.16"}, model="Mixtral-8x7B"),
+    ),
     "compile-over-fused": (
         lambda: _case({"compile": True, "fused_kernels": True}),
         lambda: _case({"compile": True}),

@@ -18,8 +18,10 @@ from tightfit.core.errors import NotFoundError
 from tightfit.hardware.machine import DriverReading
 from tightfit.runs.metrics import EventRecord, Record, append_record
 from tightfit.runs.report import (
+    RunReport,
     find_runs,
     list_differing,
+    list_results,
     make_report,
     probe_state,
     read_found_runs,
@@ -122,6 +124,24 @@ def test_nan_losses_are_counted_and_left_out_of_means(tmp_path: Path) -> None:
     assert (report.first_loss, report.last_loss, report.num_nonfinite_losses) == (2.0, 2.0, 1)
     assert report.eval_after is not None
     assert report.eval_after.loss is None
+
+
+def test_only_a_mixture_has_lines_for_its_experts(tmp_path: Path) -> None:
+    dense = make_report(make_run(tmp_path / "dense"))
+    loads: dict[str, Any] = {
+        "router_loss": 2.25,
+        "expert_load_max": 3.5,
+        "idle_experts_fraction": 0.125,
+    }
+    records: list[Record] = [make_step(step, **loads) for step in range(1, 30)]
+    mixture = make_report(make_run(tmp_path / "mixture", records=records))
+
+    def shown(report: RunReport) -> dict[str, str]:
+        return {line.label: line.value for line in list_results(report)}
+
+    labels = {"router loss, last", "expert load, max", "idle experts"}
+    assert not labels & shown(dense).keys()
+    assert [shown(mixture)[label] for label in sorted(labels)] == ["3.50x", "12.5%", "2.2500"]
 
 
 def test_a_run_that_has_only_a_plan(tmp_path: Path) -> None:

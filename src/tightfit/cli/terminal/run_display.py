@@ -85,6 +85,7 @@ def render_step(record: StepRecord, progress: Progress) -> str:
     parts = [
         f"step {record.step:,}{total}",
         f"loss {record.loss:.4f}",
+        *([] if record.router_loss is None else [f"router loss {record.router_loss:.3f}"]),
         *_render_pace(record),
         render_memory(record.gpu_reserved_bytes, progress.capacity_bytes),
     ]

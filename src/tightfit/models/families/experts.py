@@ -403,16 +403,24 @@ EXPERT_FAMILIES = (
     Family(
         model_types=("qwen2_moe",),
         read=read_qwen2_moe,
+        has_router_loss=True,
         gguf_name="qwen2moe",
         gguf=layouts.QWEN2_MOE_GGUF,
     ),
-    Family(model_types=("olmoe",), read=read_olmoe),
-    Family(model_types=("granitemoeshared",), read=read_granitemoeshared, scales_logits=True),
-    Family(model_types=("phimoe",), read=read_phimoe, lora_excludes=("router",)),
+    Family(model_types=("olmoe",), read=read_olmoe, has_router_loss=True),
+    Family(
+        model_types=("granitemoeshared",),
+        read=read_granitemoeshared,
+        has_router_loss=True,
+        scales_logits=True,
+    ),
+    Family(
+        model_types=("phimoe",), read=read_phimoe, has_router_loss=True, lora_excludes=("router",)
+    ),
     Family(model_types=("glm4_moe",), read=read_glm4_moe),
     Family(model_types=("dots1",), read=read_dots1),
     Family(model_types=("glm4_moe_lite",), read=read_glm4_moe_lite),
-    Family(model_types=("minimax_m2",), read=read_minimax_m2),
+    Family(model_types=("minimax_m2",), read=read_minimax_m2, has_router_loss=True),
     _DEEPSEEK,
     replace(_DEEPSEEK, model_types=("deepseek_v3",), read=read_deepseek_v3),
     Family(
@@ -423,6 +431,6 @@ EXPERT_FAMILIES = (
         has_liger=True,
         lora_excludes=("router",),
     ),
-    Family(model_types=("ernie4_5_moe",), read=read_ernie_moe),
+    Family(model_types=("ernie4_5_moe",), read=read_ernie_moe, has_router_loss=True),
     Family(model_types=("hunyuan_v1_moe",), read=read_hunyuan_moe, has_liger=True),
 )

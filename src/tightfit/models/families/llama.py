@@ -378,16 +378,22 @@ MOE_FAMILIES = (
     Family(
         model_types=("mixtral",),
         read=read_mixtral,
+        has_router_loss=True,
         has_liger=True,
         gguf_name="llama",  # its files say llama, with experts
         gguf=_MIXTRAL_GGUF,
     ),
     Family(
-        model_types=("granitemoe",), read=read_granitemoe, scales_logits=True, gguf=_GRANITEMOE_GGUF
+        model_types=("granitemoe",),
+        read=read_granitemoe,
+        has_router_loss=True,
+        scales_logits=True,
+        gguf=_GRANITEMOE_GGUF,
     ),
     Family(
         model_types=("gpt_oss",),
         read=read_gpt_oss,
+        has_router_loss=True,
         has_sdpa=False,
         has_sinks=True,
         mask_reads_positions=False,

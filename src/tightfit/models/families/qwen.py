@@ -152,6 +152,7 @@ QWEN_FAMILIES = (
     Family(
         model_types=("qwen3_moe",),
         read=read_qwen3_moe,
+        has_router_loss=True,
         has_liger=True,
         gguf_name="qwen3moe",
         gguf=_QWEN3_MOE_GGUF,

@@ -79,6 +79,7 @@ _GENERIC_FAMILIES = (
         has_sinks=True,
         takes_positions=False,
         has_liger=True,
+        has_router_loss=True,
         lora_excludes=("o_a_proj",),
     ),
 )
