@@ -261,12 +261,13 @@ def _exp(value: float) -> float:
 
 # Limits by kind of step, and findings where a measurement is beyond its limit.
 
-FP32_LOGIT_LIMIT = 3e-4
+FP32_LOGIT_LIMIT = 5e-4
 """Largest difference of scores in an exact fp32 step, for scores up to 10; in proportion above.
 
 Sums in another order alone: a merged SmolLM2-135M, 30 layers deep, is up to 1.2e-4 off its adapter
-on 512 tokens and 2.4e-4 on 2,048 (benchmarks/results/artefacts.json). The limit was 1e-4 first, and
-was raised after that merge, good by every other measure, had failed it."""
+on 512 tokens and 2.4e-4 on 2,048 (benchmarks/results/artefacts.json); a random model of 2 layers,
+whose weights are larger than trained ones, 3.1e-4 on some CPUs. The limit was 1e-4 first, then 3e-4:
+merges that were good by every other measure had failed both."""
 FP32_SCORE = 10.0
 NOISE_FACTOR = 8.0
 """How many rounding errors of one value may add up in a logit."""
