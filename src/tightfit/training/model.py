@@ -35,6 +35,7 @@ from tightfit.training.batches import IGNORED
 _LOGIT_CHANGES = (
     "logit_scale",
     "logits_scaling",
+    "lm_head_multiplier",
     "mup_width_multiplier",
     "output_multiplier_scale",
 )
