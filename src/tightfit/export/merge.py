@@ -704,7 +704,9 @@ def _write_whole(request: MergeRequest, plan: MergePlan, work: Path) -> None:
         _merge_in_place(layer)
         if request.report is not None:
             request.report("layers", number, len(layers))
-    merged = adapted.merge_and_unload()  # merged already: this only removes peft's wrappers
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "All adapters are already merged")
+        merged = adapted.merge_and_unload()  # this only removes peft's wrappers
     merged.config.use_cache = True
     merged.save_pretrained(
         str(work), max_shard_size=request.max_shard_bytes, safe_serialization=True

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,7 +55,8 @@ def add_adapters(model: PreTrainedModel, strategy: Strategy, training: Training)
         **tying,
     )
     # By default peft casts 16-bit adapters to fp32, which the plan does not count.
-    adapted: PeftModel = get_peft_model(model, config, autocast_adapter_dtype=False)
+    with _without_peft_warnings():
+        adapted: PeftModel = get_peft_model(model, config, autocast_adapter_dtype=False)
     _cast_trained(adapted, strategy)
     return adapted
 
@@ -64,12 +68,13 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:
 
     _check_adapter_files(folder)
     try:
-        adapted: PeftModel = PeftModel.from_pretrained(
-            model,
-            str(folder),
-            autocast_adapter_dtype=False,
-            local_files_only=True,
-        )
+        with _without_peft_warnings():
+            adapted: PeftModel = PeftModel.from_pretrained(
+                model,
+                str(folder),
+                autocast_adapter_dtype=False,
+                local_files_only=True,
+            )
     except (RuntimeError, ValueError, KeyError, TypeError) as error:
         raise InvalidInputError(
             f"The adapter in {folder} does not fit this model: {str(error).splitlines()[0]}",
@@ -97,6 +102,17 @@ def save_adapter(model: PeftModel, folder: Path, state: dict[str, Any] | None = 
         save_embedding_layers=bool(config.modules_to_save),
         safe_serialization=True,
     )
+
+
+@contextmanager
+def _without_peft_warnings() -> Iterator[None]:
+    """Suppress those about what is right here."""
+    with warnings.catch_warnings():
+        # GPT-2's Conv1D was a plain matrix where it was quantized in training: peft adapts to it.
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to")
+        # peft looks for stacked experts among the modules, and they are parameters.
+        warnings.filterwarnings("ignore", r"The following \w+_pattern keys did not match")
+        yield
 
 
 def embedding_names(model: Any) -> list[str]:
