@@ -107,8 +107,10 @@ def read_config(
     config = read_model_config(folder)
     config.use_cache = False
     use_grouped_experts(config)
-    name = attention or choose_attention_name(strategy)
-    config._attn_implementation = resolve_attention(config, name)
+    # One that is named is taken as it is: kernels of ours in its place have no key-value cache.
+    config._attn_implementation = attention or resolve_attention(
+        config, choose_attention_name(strategy)
+    )
     if find_family(config.model_type).own_attention:
         accept_kernels(config)
     return config
@@ -232,8 +234,13 @@ def _finish_load(model: PreTrainedModel, strategy: Strategy) -> PreTrainedModel:
     from tightfit.runtime.own_attention import use_own_attention
 
     model.config.use_cache = False
-    if find_family(model.config.model_type).own_attention:
+    family = find_family(model.config.model_type)
+    if family.own_attention:
         use_own_attention(model)
+    if family.frozen:  # as the class says; transformers trains all that it loads
+        for name, parameter in model.named_parameters():
+            if name.endswith(family.frozen):
+                parameter.requires_grad_(False)
     if strategy.weights is Dtype.NF4:
         disable_cpu_repacking(model)
     if strategy.weights.is_quantized and strategy.upcast_unquantized:

@@ -330,9 +330,7 @@ def judge(
     nonsense = _find_nonsense(summary)
     findings = [fail(AREA, nonsense)] if nonsense else list(_judge_limits(summary, kind))
     if nonsense is None:
-        limit = WORST_FACTOR * noise
-        if stored == "fp32":
-            limit = FP32_LOGIT_LIMIT * max(1.0, found.score / FP32_SCORE)
+        limit = noise if stored == "fp32" else WORST_FACTOR * noise
         if kind is StepKind.EXACT and summary.max_diff > limit:
             text = f"Scores differ by up to {summary.max_diff:.2g}; rounding to {stored} "
             findings.append(fail(AREA, f"{text}explains {limit:.2g}."))

@@ -421,6 +421,6 @@ EXPERT_FAMILIES = (
         has_liger=True,
         lora_excludes=("router",),
     ),
-    Family(model_types=("ernie4_5_moe",), read=read_ernie_moe),
+    Family(model_types=("ernie4_5_moe",), read=read_ernie_moe, frozen=("e_score_correction_bias",)),
     Family(model_types=("hunyuan_v1_moe",), read=read_hunyuan_moe, has_liger=True),
 )
