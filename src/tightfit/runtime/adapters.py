@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,7 +34,6 @@ def add_adapters(model: PreTrainedModel, strategy: Strategy, training: Training)
     from transformers.pytorch_utils import Conv1D
 
     targets = strategy.lora_targets
-    excluded = _find_excluded(model) if ALL_LINEAR in targets else []
     if ALL_LINEAR not in targets:
         _check_targets(model, targets)
     is_seq2seq = bool(model.config.is_encoder_decoder)
@@ -45,7 +45,7 @@ def add_adapters(model: PreTrainedModel, strategy: Strategy, training: Training)
         lora_alpha=training.scale_alpha(strategy.lora_rank),
         lora_dropout=strategy.lora_dropout,
         target_modules=_list_targets(model, targets),
-        exclude_modules=excluded or None,
+        exclude_modules=_find_excluded(model, targets),
         use_rslora=training.rslora,
         use_dora=strategy.dora,
         modules_to_save=embedding_names(model) if strategy.train_embeddings else None,
@@ -196,11 +196,16 @@ def _names_for_experts(model_type: str) -> set[str]:
     return set(library._MOE_TARGET_MODULE_MAPPING.get(kind, {}))
 
 
-def _find_excluded(model: PreTrainedModel) -> list[str]:
-    """The modules of this model that take no adapter."""
-    family = find_family(model.config.get_text_config().model_type)
-    there = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-    return [name for name in family.lora_excludes if name in there]
+def _find_excluded(model: PreTrainedModel, targets: tuple[str, ...]) -> str | None:
+    """A regex of the modules of this model that take no adapter, whatever their name."""
+    from tightfit.runtime.layers import list_other_parts
+
+    parts = [rf"{re.escape(name)}\..*" for name in list_other_parts(model)]
+    if ALL_LINEAR in targets:
+        family = find_family(model.config.get_text_config().model_type)
+        there = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+        parts += [rf"(.*\.)?{name}" for name in family.lora_excludes if name in there]
+    return "|".join(parts) or None
 
 
 def _check_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> None:

@@ -231,12 +231,15 @@ def require_bitsandbytes(problem: str) -> None:
 def _finish_load(model: PreTrainedModel, strategy: Strategy) -> PreTrainedModel:
     import torch
 
+    from tightfit.runtime.layers import list_other_parts
     from tightfit.runtime.own_attention import use_own_attention
 
     model.config.use_cache = False
     family = find_family(model.config.model_type)
     if family.own_attention:
         use_own_attention(model)
+    for name in list_other_parts(model):  # no text passes them, so no gradient reaches them
+        model.get_submodule(name).requires_grad_(False)
     if family.frozen:  # as the class says; transformers trains all that it loads
         for name, parameter in model.named_parameters():
             if name.endswith(family.frozen):
