@@ -292,6 +292,45 @@ _CHANGES: dict[str, dict[str, Any]] = {
 }
 
 
+_VISION = {"hidden_size": 64, "intermediate_size": 128, "patch_size": 14}
+_SIGLIP = _VISION | {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
+_QWEN_VISION = _VISION | {
+    "depth": 1,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+}
+VISION: dict[str, dict[str, Any] | None] = {
+    "gemma3": _SIGLIP,
+    "gemma4": None,  # as small Gemma 4 without its towers
+    "qwen3_5": _QWEN_VISION,
+    "qwen3_5_moe": _QWEN_VISION,
+    "llama4": _SIGLIP
+    | {
+        "intermediate_size": 256,
+        "vision_output_dim": 64,
+        "projector_input_dim": 64,
+        "projector_output_dim": 64,
+    },
+}
+"""By `model_type`, the vision part of a config that holds the text part of `{model_type}_text`."""
+
+
+def text_type(model_type: str) -> str:
+    """The family of the text part."""
+    return f"{model_type}_text" if model_type in VISION else model_type
+
+
+def whole_config(model_type: str, *, vocab_size: int) -> dict[str, Any]:
+    """`wide_config`, with the vision part that the family has."""
+    if model_type not in VISION:
+        return wide_config(model_type, vocab_size=vocab_size)
+    text = wide_config(text_type(model_type), vocab_size=vocab_size)
+    vision = VISION[model_type]
+    parts = {"text_config": text} | ({} if vision is None else {"vision_config": vision})
+    return {"model_type": model_type} | parts
+
+
 def wide_config(model_type: str, *, vocab_size: int) -> dict[str, Any]:
     """A config that every step of the whole job takes: quantization and llama.cpp too."""
     config = tiny_config(model_type) | _CHANGES.get(model_type, {})
