@@ -79,7 +79,7 @@ def load_base(
         model = read_model(folder, config, strategy, device_map={"": device})
     if weights is Dtype.NF4:
         check_dequantization(model, device)
-    return _finish_load(model, strategy)
+    return finish_load(model, strategy)
 
 
 def load_meta(folder: Path, strategy: Strategy, *, attention: str | None = None) -> PreTrainedModel:
@@ -91,7 +91,7 @@ def load_meta(folder: Path, strategy: Strategy, *, attention: str | None = None)
     config = read_config(folder, strategy, attention=attention)
     with torch.device("meta"):
         model = build_model(config, strategy)
-    return _finish_load(model, strategy)
+    return finish_load(model, strategy)
 
 
 def read_config(
@@ -228,7 +228,8 @@ def require_bitsandbytes(problem: str) -> None:
         ) from error
 
 
-def _finish_load(model: PreTrainedModel, strategy: Strategy) -> PreTrainedModel:
+def finish_load(model: PreTrainedModel, strategy: Strategy) -> PreTrainedModel:
+    """The loaded model in training mode, with attention of ours, and frozen what no text trains."""
     import torch
 
     from tightfit.runtime.layers import list_other_parts
