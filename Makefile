@@ -8,7 +8,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt
 
 # Groups of tests with real processes that take minutes; each has a target of its own.
-TRAINING = chaos train_sharded train_zero launch train trl calibrate extending
+TRAINING = chaos families train_sharded train_zero launch train trl calibrate extending
 SERVING = serve_api browser generate farm quantize
 TRACING = tracing
 KERNELS = kernels
@@ -46,7 +46,7 @@ demo-full: install  ## the same with harder questions, more training and more fo
 test: install test-bare  ## every test that needs no GPU
 	$(BESIDE) $(foreach group,$(HEAVY),--ignore tests/integration/$(group))
 
-test-training: install  ## runs that are killed, starved, cut off and sharded: real processes, minutes
+test-training: install  ## runs that are killed, starved, cut off and sharded, every family's whole job: minutes
 	$(BESIDE) $(addprefix tests/integration/,$(TRAINING))
 
 test-serving: install  ## the HTTP API under load, the page in a browser, killed batches, 4-bit files: minutes

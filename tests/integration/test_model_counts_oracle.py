@@ -25,7 +25,7 @@ from tightfit.models.config import read_config
 from tightfit.models.families.registry import FAMILIES
 from tightfit.models.gguf import read_gguf_model
 from tightfit.models.spec import ModelSpec
-from tiny_configs import TINY, tiny_config
+from tiny_configs import TINY, VISION, tiny_config
 
 _WITHOUT_A_CLASS = {"baichuan", "chatglm", "qwen", "RefinedWeb", "RefinedWebModel"}
 """Families whose code lives on the hub only, and old names of one that moved."""
@@ -304,6 +304,7 @@ def test_every_family_that_transformers_has_is_covered() -> None:
     readable = {name for name, family in FAMILIES.items() if family.read}
 
     assert readable - _WITHOUT_A_CLASS - OUTER.keys() == TINY.keys()
+    assert OUTER.keys() == VISION.keys()
     assert len(CASES) >= 50
 
 

@@ -6,6 +6,7 @@ family puts on its logits differ from 1. Layers of every kind that the family ha
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 VOCAB = 64
@@ -249,3 +250,95 @@ TINY: dict[str, dict[str, Any]] = {
 def tiny_config(model_type: str) -> dict[str, Any]:
     """As a config.json would have it."""
     return {"model_type": model_type} | TINY[model_type]
+
+
+# Rows of whole blocks of bitsandbytes, and what llama.cpp has.
+
+_BLOCK = 64
+_ROW = re.compile(
+    r"^(hidden_size|n_embd|d_model|d_ff|ffn_dim|word_embed_proj_dim|(q|kv)_lora_rank|mamba_d_ssm)$"
+    r"|intermediate_size"
+)
+_LINEAR_HEADS = {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+_PERIOD_OF_FOUR = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+}
+_CHANGES: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 512},  # which llama.cpp leaves out, with a note
+    "phi3": {"sliding_window": 512},
+    "helium": {"head_dim": 16},
+    "olmo3": _PERIOD_OF_FOUR,
+    "cohere": {"use_qk_norm": False},
+    "cohere2": _PERIOD_OF_FOUR,
+    "gemma4_text": {"global_head_dim": 32, "vocab_size_per_layer_input": None},
+    "qwen2_moe": {"mlp_only_layers": []},
+    "qwen3_moe": {"mlp_only_layers": [], "norm_topk_prob": True},
+    "qwen3_next": _LINEAR_HEADS | {"mlp_only_layers": []},
+    "qwen3_5_text": _LINEAR_HEADS,
+    "qwen3_5_moe_text": _LINEAR_HEADS,
+    "gpt_oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}},
+    "deepseek_v2": {"v_head_dim": 16},
+    "deepseek_v3": {"v_head_dim": 16},
+    "glm4_moe_lite": {"qk_nope_head_dim": 24, "v_head_dim": 32},
+    "granitemoehybrid": {"mamba_n_heads": 8},
+    "bamba": {"mamba_n_heads": 8},
+    "falcon_h1": {"mamba_n_heads": 8},
+    "jamba": {"mamba_dt_rank": 4},  # bitsandbytes compiles a function for odd ones
+    "nemotron_h": {"mamba_num_heads": 8},
+    "mamba": {"time_step_rank": 4},
+    "mamba2": {"num_heads": 8},
+    "falcon_mamba": {"time_step_rank": 4},
+}
+
+
+_VISION = {"hidden_size": 64, "intermediate_size": 128, "patch_size": 14}
+_SIGLIP = _VISION | {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28}
+_QWEN_VISION = _VISION | {
+    "depth": 1,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+}
+VISION: dict[str, dict[str, Any] | None] = {
+    "gemma3": _SIGLIP,
+    "gemma4": None,  # as small Gemma 4 without its towers
+    "qwen3_5": _QWEN_VISION,
+    "qwen3_5_moe": _QWEN_VISION,
+    "llama4": _SIGLIP
+    | {
+        "intermediate_size": 256,
+        "vision_output_dim": 64,
+        "projector_input_dim": 64,
+        "projector_output_dim": 64,
+    },
+}
+"""By `model_type`, the vision part of a config that holds the text part of `{model_type}_text`."""
+
+
+def text_type(model_type: str) -> str:
+    """The family of the text part."""
+    return f"{model_type}_text" if model_type in VISION else model_type
+
+
+def whole_config(model_type: str, *, vocab_size: int) -> dict[str, Any]:
+    """`wide_config`, with the vision part that the family has."""
+    if model_type not in VISION:
+        return wide_config(model_type, vocab_size=vocab_size)
+    text = wide_config(text_type(model_type), vocab_size=vocab_size)
+    vision = VISION[model_type]
+    parts = {"text_config": text} | ({} if vision is None else {"vision_config": vision})
+    return {"model_type": model_type} | parts
+
+
+def wide_config(model_type: str, *, vocab_size: int) -> dict[str, Any]:
+    """A config that every step of the whole job takes: quantization and llama.cpp too."""
+    config = tiny_config(model_type) | _CHANGES.get(model_type, {})
+    for name, value in config.items():
+        if _ROW.search(name) and isinstance(value, int):
+            config[name] = -(-value // _BLOCK) * _BLOCK
+        elif name.startswith("vocab_size"):
+            config[name] = vocab_size
+        elif name in ("max_position_embeddings", "n_positions", "max_seq_len"):
+            config[name] = 512
+    return config

@@ -221,6 +221,7 @@ def load_tokenizer(folder: Path) -> ChatTokenizer:
         )
     settings = _read_object(folder / "tokenizer_config.json")
     config = _read_object(folder / "config.json")
+    adapter = _read_object(folder / "adapter_config.json")  # whose folder has no config.json
     stated = _read_object(folder / "special_tokens_map.json") | settings
     names = {key: text for key in _NAMED if (text := _content(stated.get(key)))}
     listed = settings.get("added_tokens_decoder")
@@ -250,7 +251,8 @@ def load_tokenizer(folder: Path) -> ChatTokenizer:
         chat_templates=_chat_templates(folder, settings),
         stop_ids=stops,
         begins_with=_begin_token(text, control),
-        is_encoder_decoder=bool(config.get("is_encoder_decoder", False)),
+        is_encoder_decoder=bool(config.get("is_encoder_decoder"))
+        or adapter.get("task_type") == "SEQ_2_SEQ_LM",
         notes=tuple(
             f"The tokenizer names `{name}`, which its vocabulary lacks." for name in missing
         ),

@@ -81,6 +81,8 @@ class MergePlan:
     """Every parameter and stored buffer of the base, by its own name."""
     ties: tuple[frozenset[str], ...]
     """Names that share one matrix in the base."""
+    embeddings: frozenset[str]
+    """Names of the input embeddings' matrix."""
     vocab_size: int | None
     """Where the adapter has another number of tokens than the base."""
     adapter_bytes: int
@@ -233,6 +235,11 @@ def plan_merge(adapter: Path, base: Path, dtype: torch.dtype | None = None) -> M
         model=model,
         shapes={name: tuple(value.shape) for name, value in model.state_dict().items()},
         ties=tuple(frozenset(names) for names in groups.values() if len(names) > 1),
+        embeddings=frozenset(
+            f"{name}.weight"
+            for name, module in model.named_modules()
+            if module is model.get_input_embeddings()
+        ),
         vocab_size=num_embeddings if is_resized else None,
         adapter_bytes=sum(value.numel() * value.element_size() for value in weights.values()),
         is_dora=bool(getattr(config, "use_dora", False)),
@@ -325,12 +332,13 @@ def _tied_outputs(plan: MergePlan, name: str, key: str) -> list[str]:
         limit = SAME_FRACTION * float(first.abs().max())
         if all(float((other - first).abs().max()) <= limit for other in others):
             return [written]
-    if plan.model.config.is_encoder_decoder:
+    # Blocks that share a matrix, and T5's two stacks, get it by one name from the files.
+    if plan.model.config.is_encoder_decoder or not partners & plan.embeddings:
         raise InvalidInputError(
             f"The adapter changes {touched[0]}, and the model uses that matrix in "
             f"{len(partners)} places, which its files do not distinguish.",
             remedy="use the adapter as it is: tightfit chat ADAPTER; or train it again without "
-            "embeddings",
+            "that matrix: --set lora_targets=...",
         )
     plan.is_untied = True
     return [name, *sorted(partners - {name})]

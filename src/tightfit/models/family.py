@@ -238,6 +238,11 @@ class Family:
     casts_to_weight_dtype: bool = False
     """Activations are cast to the dtype of the stored matrix, which must not be fp8."""
 
+    rounding_factor: float = 1.0
+    """How many times as far as in a Transformer rounding moves its scores."""
+    frozen: tuple[str, ...] = ()
+    """Parameters that no gradient reaches, by the last part of their name."""
+
     # LoRA
     lora_excludes: tuple[str, ...] = ()
     """Modules whose weight the modelling code reads by itself, so that an adapter on them is

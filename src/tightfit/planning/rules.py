@@ -59,6 +59,13 @@ class Case(NamedTuple):
         return needs_of(self.spec)
 
     @property
+    def wrong_nf4_width(self) -> int | None:
+        """The first width of the model's matrices that bitsandbytes dequantizes wrongly on CPUs."""
+        linears = (p for b in self.spec.blocks for p in b.linears if p.is_module)
+        widths = (p.in_features for p in (*linears, *self.spec.outer_linears))
+        return next((width for width in widths if width % 16 == 0 and width % 64), None)
+
+    @property
     def attention_problem(self) -> str | None:
         """Why the strategy's attention cannot run this model, whatever is installed."""
         kind, is_packed = self.strategy.attention, self.strategy.packing
@@ -930,6 +937,13 @@ CPU_RULES = _group(
         "offload on a CPU saves nothing: the host's memory is where everything is already",
         "the hardware given",
         is_warning=True,
+    ),
+    Rule(
+        "cpu-nf4-rows",
+        lambda c, s: s.weights is Dtype.NF4 and c.wrong_nf4_width is not None,
+        "bitsandbytes dequantizes nf4 rows of {c.wrong_nf4_width} values wrongly on a CPU: "
+        "set weights=bf16 or fp32, or train on a GPU",
+        "bitsandbytes 0.50 with AVX512: rows of a multiple of 16 values, and not of 64",
     ),
     Rule(
         "cpu-compile",

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +38,6 @@ def add_adapters(model: PreTrainedModel, strategy: Strategy, training: Training)
     from tightfit.runtime.packed_experts import as_values
 
     targets = strategy.lora_targets
-    excluded = _find_excluded(model) if ALL_LINEAR in targets else []
     if ALL_LINEAR not in targets:
         _check_targets(model, targets)
     is_seq2seq = bool(model.config.is_encoder_decoder)
@@ -47,7 +50,7 @@ def add_adapters(model: PreTrainedModel, strategy: Strategy, training: Training)
         lora_dropout=strategy.lora_dropout,
         target_modules=_list_targets(model, targets),
         target_parameters=_list_expert_targets(model, targets) or None,
-        exclude_modules=excluded or None,
+        exclude_modules=_find_excluded(model, targets),
         use_rslora=training.rslora,
         use_dora=strategy.dora,
         modules_to_save=embedding_names(model) if strategy.train_embeddings else None,
@@ -57,7 +60,7 @@ def add_adapters(model: PreTrainedModel, strategy: Strategy, training: Training)
         **tying,
     )
     # By default peft casts 16-bit adapters to fp32, which the plan does not count.
-    with as_values(model, plain_dtype(strategy)):
+    with as_values(model, plain_dtype(strategy)), _without_peft_warnings():
         adapted: PeftModel = get_peft_model(model, config, autocast_adapter_dtype=False)
     group_adapters(adapted)
     _cast_trained(adapted, strategy)
@@ -74,7 +77,7 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:
 
     _check_adapter_files(folder)
     try:
-        with as_values(model, model.dtype):
+        with as_values(model, model.dtype), _without_peft_warnings():
             adapted: PeftModel = PeftModel.from_pretrained(
                 model,
                 str(folder),
@@ -109,6 +112,17 @@ def save_adapter(model: PeftModel, folder: Path, state: dict[str, Any] | None = 
         save_embedding_layers=bool(config.modules_to_save),
         safe_serialization=True,
     )
+
+
+@contextmanager
+def _without_peft_warnings() -> Iterator[None]:
+    """Suppress those about what is right here."""
+    with warnings.catch_warnings():
+        # GPT-2's Conv1D was a plain matrix where it was quantized in training: peft adapts to it.
+        warnings.filterwarnings("ignore", "fan_in_fan_out is set to")
+        # peft looks for stacked experts among the modules, and they are parameters.
+        warnings.filterwarnings("ignore", r"The following \w+_pattern keys did not match")
+        yield
 
 
 def embedding_names(model: Any) -> list[str]:
@@ -202,11 +216,16 @@ def _names_for_experts(model_type: str) -> set[str]:
     return set(library._MOE_TARGET_MODULE_MAPPING.get(kind, {}))
 
 
-def _find_excluded(model: PreTrainedModel) -> list[str]:
-    """The modules of this model that take no adapter."""
-    family = find_family(model.config.get_text_config().model_type)
-    there = {name.rpartition(".")[2] for name, _ in model.named_modules()}
-    return [name for name in family.lora_excludes if name in there]
+def _find_excluded(model: PreTrainedModel, targets: tuple[str, ...]) -> str | None:
+    """A regex of the modules of this model that take no adapter, whatever their name."""
+    from tightfit.runtime.layers import list_other_parts
+
+    parts = [rf"{re.escape(name)}\..*" for name in list_other_parts(model)]
+    if ALL_LINEAR in targets:
+        family = find_family(model.config.get_text_config().model_type)
+        there = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+        parts += [rf"(.*\.)?{name}" for name in family.lora_excludes if name in there]
+    return "|".join(parts) or None
 
 
 def _check_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> None:

@@ -33,6 +33,7 @@ from tightfit.models.attention import (
 from tightfit.models.config import read_config
 from tightfit.models.families.registry import find_family
 from tightfit.models.family import Family
+from tightfit.models.spec import ModelSpec
 
 if TYPE_CHECKING:
     import torch
@@ -306,10 +307,15 @@ def _read_head_dim(text: PretrainedConfig, family: Family) -> int:
     Gemma 4 has it by layer, DeepSeek in two parts, and Mamba no heads at all.
     """
     if family.read is not None:
-        values = json.loads(text.to_json_string(use_diff=False))
-        return read_config(values, name=text.model_type, source="the loaded config").head_dim
+        return read_loaded_config(text).head_dim
     stated = getattr(text, "head_dim", None)
     return int(stated or text.hidden_size // text.num_attention_heads)
+
+
+def read_loaded_config(text: PretrainedConfig) -> ModelSpec:
+    """The sizes of a loaded model whose family has a reader, as the planner reads them."""
+    values = json.loads(text.to_json_string(use_diff=False))
+    return read_config(values, name=text.model_type, source="the loaded config")
 
 
 def _read_family(config: PretrainedConfig, family: Family) -> Family:

@@ -31,6 +31,32 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     return [block for block in blocks if id(block) not in inner]
 
 
+def find_decoder(model: Any) -> Any:
+    """What text passes of a model that takes images or sound too; else the model itself."""
+    config = model.config
+    has_others = not config.is_encoder_decoder and config.get_text_config() is not config
+    return model.get_decoder() if has_others else model
+
+
+def list_other_parts(model: Any) -> list[str]:
+    """Names of the modules that text does not pass: towers for images and sound, projectors."""
+    decoder, head = find_decoder(model), model.get_output_embeddings()
+    found: list[str] = []
+
+    def visit(module: nn.Module, prefix: str) -> None:
+        for name, child in module.named_children():
+            if child is decoder or child is head:
+                continue
+            if any(part is decoder for part in child.modules()):
+                visit(child, f"{prefix}{name}.")
+            else:
+                found.append(f"{prefix}{name}")
+
+    if decoder is not model:
+        visit(model, "")
+    return found
+
+
 # Dequantized base: plain layers with the values that every step would dequantize again
 
 _QUANTIZED_LAYER = "quantized_layer"

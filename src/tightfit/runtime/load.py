@@ -81,7 +81,7 @@ def load_base(
         model = read_model(folder, config, strategy, device_map={"": device})
     if weights is Dtype.NF4:
         check_dequantization(model, device)
-    return _finish_load(model, strategy)
+    return finish_load(model, strategy)
 
 
 def load_meta(folder: Path, strategy: Strategy, *, attention: str | None = None) -> PreTrainedModel:
@@ -93,7 +93,7 @@ def load_meta(folder: Path, strategy: Strategy, *, attention: str | None = None)
     config = read_config(folder, strategy, attention=attention)
     with torch.device("meta"):
         model = build_model(config, strategy)
-    return _finish_load(model, strategy)
+    return finish_load(model, strategy)
 
 
 def read_config(
@@ -109,8 +109,10 @@ def read_config(
     config = read_model_config(folder)
     config.use_cache = False
     use_grouped_experts(config)
-    name = attention or choose_attention_name(strategy)
-    config._attn_implementation = resolve_attention(config, name)
+    # One that is named is taken as it is: kernels of ours in its place have no key-value cache.
+    config._attn_implementation = attention or resolve_attention(
+        config, choose_attention_name(strategy)
+    )
     if find_family(config.model_type).own_attention:
         accept_kernels(config)
     return config
@@ -248,14 +250,23 @@ def require_bitsandbytes(problem: str) -> None:
         ) from error
 
 
-def _finish_load(model: PreTrainedModel, strategy: Strategy) -> PreTrainedModel:
+def finish_load(model: PreTrainedModel, strategy: Strategy) -> PreTrainedModel:
+    """The loaded model in training mode, with attention of ours, and frozen what no text trains."""
     import torch
 
+    from tightfit.runtime.layers import list_other_parts
     from tightfit.runtime.own_attention import use_own_attention
 
     model.config.use_cache = False
-    if find_family(model.config.model_type).own_attention:
+    family = find_family(model.config.model_type)
+    if family.own_attention:
         use_own_attention(model)
+    for name in list_other_parts(model):  # no text passes them, so no gradient reaches them
+        model.get_submodule(name).requires_grad_(False)
+    if family.frozen:  # as the class says; transformers trains all that it loads
+        for name, parameter in model.named_parameters():
+            if name.endswith(family.frozen):
+                parameter.requires_grad_(False)
     if strategy.weights is Dtype.NF4:
         disable_cpu_repacking(model)
     if strategy.weights.is_quantized and strategy.upcast_unquantized:

@@ -131,7 +131,7 @@ def _gguf_cache_folder(path: Path) -> Path:
         digest.update(stream.read(_SAMPLE_BYTES))
         stream.seek(max(0, size - _SAMPLE_BYTES))
         digest.update(stream.read())
-    return cache_folder() / "models" / f"gguf-2-{digest.hexdigest()[:16]}"
+    return cache_folder() / "models" / f"gguf-3-{digest.hexdigest()[:16]}"
 
 
 def import_tokenizer(folder: Path) -> Path:
@@ -178,12 +178,19 @@ def _write_gguf(path: Path, folder: Path, dtype: torch.dtype | None) -> None:
     from tightfit.runtime.gguf.unpack import plan_unpack, write_tokenizer_folder
 
     file = GgufFile(path)
-    if file.family is None:
-        _write_by_transformers(path, folder, dtype)
-    elif dtype is None:
-        write_tokenizer_folder(file, folder)
-    else:
+    if dtype is not None and file.family is not None:
         plan_unpack(path, dtype).fill(folder)
+        return
+    if dtype is not None:
+        _write_by_transformers(path, folder, dtype)
+        return
+    try:
+        write_tokenizer_folder(file, folder)
+    except InvalidInputError as error:
+        with contextlib.suppress(InvalidInputError):
+            _write_by_transformers(path, folder, None)
+            return
+        raise error
 
 
 def _write_by_transformers(path: Path, folder: Path, dtype: torch.dtype | None) -> None:
@@ -206,7 +213,7 @@ def _write_by_transformers(path: Path, folder: Path, dtype: torch.dtype | None) 
                 model.hf_quantizer = None  # or saving would write quantization settings
                 made.append(model)
             made.append(AutoTokenizer.from_pretrained(str(path.parent), **options))
-    except (ImportError, ValueError, KeyError, RuntimeError, OSError) as error:
+    except (ImportError, ValueError, KeyError, TypeError, RuntimeError, OSError) as error:
         raise InvalidInputError(
             f"transformers cannot unpack {path}: {first_line(error)}.",
             remedy="name the model's own folder (config.json and safetensors) instead",

@@ -23,7 +23,7 @@ from torch.optim import AdamW, Optimizer
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError, UserError, first_line
-from tightfit.core.settings import Sharding
+from tightfit.core.settings import Method, Sharding
 from tightfit.core.strategy import Strategy
 from tightfit.planning.plan import Plan
 from tightfit.runtime.kernels.adamw import TritonAdamW
@@ -297,9 +297,10 @@ class TorchEngine:
     def trained_state(self) -> dict[str, Tensor]:
         """On rank 0 full tensors on the CPU, named as in `model`; on others nothing."""
         is_first = not dist.is_initialized() or dist.get_rank() == 0
+        is_full = self.strategy.method is Method.FULL  # whose result has frozen parameters too
         gathered = {}
         for name, parameter in self.model.named_parameters():
-            if not parameter.requires_grad:
+            if not is_full and not parameter.requires_grad:
                 continue
             value = parameter.detach()
             whole = value.full_tensor() if hasattr(value, "full_tensor") else value

@@ -29,13 +29,19 @@ from tightfit.runtime.kernels.fused_lora import (
     fuse_trained_projections,
 )
 from tightfit.runtime.kernels.liger import apply_fused_kernels
-from tightfit.runtime.layers import decoder_layers, dequantize_base, dequantize_deferred
+from tightfit.runtime.layers import (
+    decoder_layers,
+    dequantize_base,
+    dequantize_deferred,
+    find_decoder,
+)
 from tightfit.training.batches import IGNORED
 from tightfit.training.routing import Routing, mark_tokens
 
 _LOGIT_CHANGES = (
     "logit_scale",
     "logits_scaling",
+    "lm_head_multiplier",
     "mup_width_multiplier",
     "output_multiplier_scale",
 )
@@ -109,7 +115,7 @@ class Objective(nn.Module):
 
     def _apply_head(self, model: Any, hidden: Tensor, targets: Tensor) -> Tensor:
         head = model.get_output_embeddings()
-        softcap = getattr(model.config, "final_logit_softcapping", None)
+        softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
         if self._loss is Loss.FUSED:
             return _fused_loss(head, hidden, targets, softcap, self._loss_chunk_factor)
         logits = head(hidden)
@@ -141,7 +147,7 @@ def find_routing(module: nn.Module) -> Routing | None:
 
 def has_plain_head(model: Any) -> bool:
     """Whether logits are the head's output on the backbone's, apart from a softcap."""
-    config = model.config
+    config = model.config.get_text_config()  # of a model with a vision part too
     changed = any(getattr(config, name, None) not in (None, 1, 1.0) for name in _LOGIT_CHANGES)
     backbone = getattr(model, model.base_model_prefix, None)
     return not changed and backbone is not None and backbone is not model
@@ -206,7 +212,7 @@ def prepare_model(model: Any, strategy: Strategy, training: Training) -> Any:
         fuse_trained_projections(model)
     # In eval mode bitsandbytes repacks weights into a layout without gradients.
     model.train()
-    layers = decoder_layers(model)
+    layers = decoder_layers(find_decoder(model))
     if strategy.compile:
         # Layer by layer: all share one graph, and wrappers stay outside of it.
         for layer in layers:

@@ -22,7 +22,7 @@ from tightfit.estimation.state import ZERO3_LIVE_VALUES, ZERO_BUCKET_VALUES
 from tightfit.planning.plan import Plan
 from tightfit.runtime.attention import register_attention
 from tightfit.runtime.libraries import silence_libraries
-from tightfit.runtime.load import build_model, load_base, read_config, read_model
+from tightfit.runtime.load import build_model, finish_load, load_base, read_config, read_model
 from tightfit.runtime.staged import prefer_staged
 from tightfit.training.distributed import DistContext, init_single_process_group
 from tightfit.training.model import Objective, build_optimizer, prepare_model
@@ -312,8 +312,7 @@ def _load_partitioned(folder: Path, strategy: Strategy, *, random_weights: bool)
         model = build_model(config, strategy)
     else:
         model = read_model(folder, config, strategy)
-    model.config.use_cache = False
-    return model.train()
+    return finish_load(model, strategy)
 
 
 def to_deepspeed_strategy(strategy: Strategy) -> Strategy:

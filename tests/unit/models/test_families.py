@@ -12,6 +12,7 @@ from transformers import (
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
 )
 
 from tightfit.core.attention import AttentionFeature
@@ -163,3 +164,16 @@ def test_what_a_config_adds(config: dict[str, object], expected: set[AttentionFe
 
 def test_a_silent_config_has_its_family_s_dropout() -> None:
     assert read_attention_extras({}, find_family("gpt2")) == {AttentionFeature.DROPOUT}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("model_type", TINY)
+def test_what_no_gradient_reaches_is_what_the_class_freezes(model_type: str) -> None:
+    auto: Any = AutoModelForCausalLM
+    config = _make_config(model_type)
+    if config.is_encoder_decoder:
+        auto = AutoModelForSeq2SeqLM
+    with torch.device("meta"):
+        model = auto.from_config(config)
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert {name.rpartition(".")[2] for name in frozen} == {*find_family(model_type).frozen}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tightfit.core.units import GIB
 from tightfit.hardware.local import CpuReading, probe_cpu
 from tightfit.hardware.machine import Machine
 from tightfit.hardware.types import Cluster
+from tightfit.models.config import read_config
 from tightfit.planning.search import SearchResult, search
 
 MACHINE = Machine(
@@ -68,6 +70,23 @@ def test_nf4_is_there_for_the_asking() -> None:
     assert not any("slow on a CPU" in warning for warning in plans[0].warnings)
     packed = _search(_cpu(), method="qlora", fixed={"dequantized_base": False}).plans[0]
     assert any("slow on a CPU" in warning for warning in packed.warnings)
+
+
+@pytest.mark.parametrize(("inner", "is_legal"), [(1536, True), (1552, False), (1544, True)])
+def test_nf4_is_refused_where_bitsandbytes_dequantizes_wrongly(inner: int, is_legal: bool) -> None:
+    """Measured by `quantize_and_dequantize`: a multiple of 16, and not of 64."""
+    request = make_request("SmolLM2-135M-Instruct", method="qlora")
+    config = {
+        "model_type": "llama",
+        "hidden_size": 576,
+        "intermediate_size": inner,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 9,
+        "vocab_size": 1000,
+    }
+    spec = read_config(config, name="odd", source="a test")
+    result = search(replace(request, spec=spec), _cpu())
+    assert bool(result.plans) == is_legal
 
 
 def test_offload_on_a_cpu_can_be_asked_for() -> None:

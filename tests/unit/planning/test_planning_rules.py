@@ -11,6 +11,7 @@ from tightfit.core.errors import UsageError
 from tightfit.core.strategy import Strategy
 from tightfit.hardware.catalogue import find_gpu
 from tightfit.hardware.types import Node
+from tightfit.models.config import read_config
 from tightfit.models.resolve import resolve_model
 from tightfit.planning.rules import (
     RULES,
@@ -431,6 +432,10 @@ CASES: dict[str, tuple[Callable[[], Case], Callable[[], Case]]] = {
         lambda: _on_cpu(_case(_FSDP4 | {"offload": "all"})),
         lambda: _case(_FSDP4 | {"offload": "all"}),
     ),
+    "cpu-nf4-rows": (
+        lambda: _on_cpu(_narrow_rows(_case({"method": "lora", "weights": "nf4"}))),
+        lambda: _narrow_rows(_case({"method": "lora", "weights": "nf4"})),
+    ),
     "cpu-compile": (
         lambda: _on_cpu(_case({"compile": True})),
         lambda: _case({"compile": True}),
@@ -447,6 +452,16 @@ def _on_cpu(case: Case, *, supports_bf16: bool = True) -> Case:
     gpu = case.gpu.model_copy(update=update)
     node = case.node.model_copy(update={"gpu": gpu})
     return Case(spec=case.spec, strategy=case.strategy, node=node, num_nodes=case.num_nodes)
+
+
+def _narrow_rows(case: Case) -> Case:
+    config = {"model_type": "llama", "hidden_size": 48, "intermediate_size": 64} | {
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "vocab_size": 64,
+    }
+    spec = read_config(config, name="narrow", source="a test")
+    return case._replace(spec=spec)
 
 
 def _wide_heads(case: Case) -> Case:

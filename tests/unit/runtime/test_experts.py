@@ -113,8 +113,6 @@ def test_routing_puts_each_pair_where_its_expert_is() -> None:
     assert torch.equal(found.experts[found.places], chosen)
 
 
-# peft names the rank of a fused pair by parameter, and then looks for a module.
-@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")
 @pytest.mark.parametrize("model_type", [name for name in MIXTURES if name not in UNGROUPED])
 def test_adapters_of_experts_are_as_pefts_own(model_type: str) -> None:
     """Beside peft's forward, which adds each product to the weights."""

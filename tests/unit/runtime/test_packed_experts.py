@@ -165,8 +165,6 @@ def test_mxfp4_is_read_as_plain_values_and_into_nf4(tmp_path: Path) -> None:
         assert 0.01 < float(error.norm() / wanted.norm()) < 0.15
 
 
-# peft names the rank of a fused pair by parameter, and then looks for a module.
-@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")
 def test_adapters_of_packed_experts_are_as_beside_their_values(tmp_path: Path) -> None:
     folder = write_mixture(tmp_path / "model", "qwen3_moe")
     strategy = NF4.model_copy(
@@ -203,8 +201,6 @@ def test_adapters_of_packed_experts_are_as_beside_their_values(tmp_path: Path) -
         assert torch.equal(loaded(input_ids=IDS, labels=IDS).loss, loss)
 
 
-# peft names the rank of a fused pair by parameter, and then looks for a module.
-@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")
 @pytest.mark.parametrize("targets", [("q_proj", "o_proj"), ("all-linear", "experts")])
 def test_an_adapter_is_merged_into_mxfp4(targets: tuple[str, ...], tmp_path: Path) -> None:
     """Experts that are not adapted stay as they are; else all are unpacked."""

@@ -79,7 +79,6 @@ def make_tiny(model_type: str) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")
 @pytest.mark.parametrize("model_type", TINY)
 def test_every_family_has_as_many_adapters_as_estimated(model_type: str) -> None:
     strategy = fp32(lora_rank=3)
@@ -97,7 +96,6 @@ def test_every_family_has_as_many_adapters_as_estimated(model_type: str) -> None
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.filterwarnings("ignore:The following (rank|alpha)_pattern keys:RuntimeWarning")
 @pytest.mark.parametrize("model_type", TINY)
 def test_every_adapter_has_a_gradient(model_type: str) -> None:
     """Each is called; where the record says that one is not, peft was told to leave it out."""

@@ -61,7 +61,7 @@ def _engine(name: str = "adamw", *, compute: Dtype = Dtype.FP32, width: int = 8)
         {"params": [p for p in trained if p.ndim == 1], "weight_decay": 0.0},
     ]
     optimizer: Optimizer = OPTIMIZERS[name](groups)
-    strategy = Strategy(method=Method.FULL, weights=Dtype.FP32, compute=compute)
+    strategy = Strategy(method=Method.LORA, weights=Dtype.FP32, compute=compute)
     return TorchEngine(module, optimizer, strategy=strategy, device=torch.device("cpu"))
 
 

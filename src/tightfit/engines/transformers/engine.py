@@ -27,6 +27,9 @@ from tightfit.engines.transformers.rows import (
     count_gpu_slots,
     has_plain_cache,
 )
+from tightfit.estimation.inference import kv_row_bytes
+from tightfit.models.families.registry import find_family
+from tightfit.runtime.attention import read_loaded_config
 from tightfit.runtime.inference import LoadedModel, load_for_inference
 
 if TYPE_CHECKING:
@@ -89,17 +92,14 @@ def _scales(tensor: Any) -> list[Any]:
 def kv_bytes_per_token(model: Any) -> int:
     """Keys and values of one token, over all layers, as this engine keeps them."""
     config = model.config.get_text_config(decoder=True)
+    itemsize = int(model.dtype.itemsize)
+    if find_family(config.model_type).read is not None:
+        return kv_row_bytes(read_loaded_config(config), 1, itemsize)
     heads = int(config.num_attention_heads)
-    # Falcon's and Bloom's configs name no key heads, or name them only in some variants.
     key_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", 0):
-        key_heads = 1
-    if getattr(config, "new_decoder_architecture", False):
-        key_heads = int(config.num_kv_heads)
-    width = getattr(config, "head_dim", None) or getattr(config, "d_kv", None)
-    width = int(width or config.hidden_size // heads)
+    width = int(getattr(config, "head_dim", None) or config.hidden_size // heads)
     layers = int(getattr(config, "num_decoder_layers", None) or config.num_hidden_layers)
-    return 2 * layers * key_heads * width * int(model.dtype.itemsize)
+    return 2 * layers * key_heads * width * itemsize
 
 
 def find_context(config: Any) -> int | None:

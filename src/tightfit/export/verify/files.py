@@ -20,6 +20,7 @@ from tightfit.data.templates import TemplateRenderError
 from tightfit.engines.protocol import Engine
 from tightfit.export.merge import plan_merge
 from tightfit.export.verify.verdict import fail, find_difference
+from tightfit.models.families.registry import find_family
 from tightfit.models.gguf import GgufHeader, read_gguf_header
 from tightfit.runtime.model_files import Artefact, ArtefactKind, import_gguf, read_json
 from tightfit.runtime.tensor_files import StoredWeights
@@ -46,6 +47,12 @@ def compare_settings(reference: Artefact, other: Artefact) -> list[Finding]:
         return list(_compare_gguf(config, read_gguf_header(other.path)))
     found = _read_config(other)
     return [] if found is None else list(_compare_configs(config, found))
+
+
+def read_rounding_factor(artefact: Artefact) -> float:
+    """Of the artefact's family; 1 for a GGUF file."""
+    config = _read_config(artefact) or {}
+    return find_family(str(config.get("model_type", ""))).rounding_factor
 
 
 def _read_config(artefact: Artefact) -> dict[str, Any] | None:

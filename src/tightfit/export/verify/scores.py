@@ -266,8 +266,8 @@ FP32_LOGIT_LIMIT = 5e-4
 
 Sums in another order alone: a merged SmolLM2-135M, 30 layers deep, is up to 1.2e-4 off its adapter
 on 512 tokens and 2.4e-4 on 2,048 (benchmarks/results/artefacts.json); a random model of 2 layers,
-whose weights are larger than trained ones, 3.1e-4 on some CPUs. The limit was 1e-4 first, then 3e-4:
-merges that were good by every other measure had failed both."""
+whose weights are larger than trained ones, 3.1e-4 on some CPUs. The limit was 1e-4 first, then
+3e-4: merges that were good by every other measure had failed both."""
 FP32_SCORE = 10.0
 NOISE_FACTOR = 8.0
 """How many rounding errors of one value may add up in a logit."""
@@ -331,9 +331,7 @@ def judge(
     nonsense = _find_nonsense(summary)
     findings = [fail(AREA, nonsense)] if nonsense else list(_judge_limits(summary, kind))
     if nonsense is None:
-        limit = WORST_FACTOR * noise
-        if stored == "fp32":
-            limit = FP32_LOGIT_LIMIT * max(1.0, found.score / FP32_SCORE)
+        limit = noise if stored == "fp32" else WORST_FACTOR * noise
         if kind is StepKind.EXACT and summary.max_diff > limit:
             text = f"Scores differ by up to {summary.max_diff:.2g}; rounding to {stored} "
             findings.append(fail(AREA, f"{text}explains {limit:.2g}."))

@@ -34,6 +34,7 @@ from tightfit.export.verify.files import (
     compare_settings,
     compare_tokenizers,
     diagnose,
+    read_rounding_factor,
     read_stored_dtype,
     read_tokenizer_facts,
 )
@@ -460,6 +461,7 @@ def _compare(request: VerifyRequest, reference: _Reference, artefact: Artefact) 
         computed = info.format if info.engine == "transformers" else stored
         coarsest = max(stored, computed, key=lambda dtype: find_noise(dtype, scores.score))
         noise = max(find_noise(d, scores.score) for d in (coarsest, reference.info.format))
+        noise *= read_rounding_factor(reference.artefact)
         summary = summarise(scores, noise=noise)
         found = judge(scores, summary, kind=kind, stored=coarsest, noise=noise)
         if any(finding.status is Status.ERROR for finding in found):

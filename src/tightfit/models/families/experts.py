@@ -431,6 +431,11 @@ EXPERT_FAMILIES = (
         has_liger=True,
         lora_excludes=("router",),
     ),
-    Family(model_types=("ernie4_5_moe",), read=read_ernie_moe, has_router_loss=True),
+    Family(
+        model_types=("ernie4_5_moe",),
+        read=read_ernie_moe,
+        has_router_loss=True,
+        frozen=("e_score_correction_bias",),
+    ),
     Family(model_types=("hunyuan_v1_moe",), read=read_hunyuan_moe, has_liger=True),
 )
