@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from tightfit.runtime.kernels import experts
-from tightfit.runtime.kernels.experts import Gating, sort_by_expert
+from tightfit.runtime.kernels.experts import Gating, Layout, sort_by_expert
 
-TOKENS, HIDDEN, INNER, EXPERTS, CHOICES = 23, 40, 36, 6, 3
+TOKENS, HIDDEN, INNER, EXPERTS, CHOICES, RANK = 23, 40, 36, 6, 3, 4
 """Tiles are not filled, and one width suits no grouped product."""
 
 
@@ -20,7 +20,7 @@ def distance(found: Tensor, wanted: Tensor) -> float:
 
 
 def draw(gating: Gating, kind: torch.dtype) -> list[Tensor | None]:
-    """Hidden states, weights of the router, matrices and biases of the experts."""
+    """Hidden states, weights of the router, matrices, biases and adapters of the experts."""
     torch.manual_seed(int(gating))
     shapes = (
         (TOKENS, HIDDEN),
@@ -29,10 +29,16 @@ def draw(gating: Gating, kind: torch.dtype) -> list[Tensor | None]:
         (EXPERTS, INNER, HIDDEN),
         (EXPERTS, 2 * INNER),
         (EXPERTS, HIDDEN),
+        (EXPERTS, HIDDEN, RANK),
+        (EXPERTS, RANK, 2 * INNER),
+        (EXPERTS, INNER, RANK),
+        (EXPERTS, RANK, HIDDEN),
     )
-    drawn = [torch.randn(shape).to(kind) for shape in shapes]
+    drawn: list[Tensor | None] = [torch.randn(shape).to(kind) for shape in shapes]
     # Wide enough that some gates are clamped.
-    return [*drawn] if gating is Gating.CLAMPED else [*drawn[:4], None, None]
+    if gating is not Gating.CLAMPED:
+        drawn[4:6] = None, None
+    return drawn
 
 
 def run(values: list[Tensor | None], gating: Gating, *, runs_kernels: bool) -> list[Tensor]:
@@ -42,7 +48,8 @@ def run(values: list[Tensor | None], gating: Gating, *, runs_kernels: bool) -> l
     torch.manual_seed(9)
     chosen = torch.rand(TOKENS, EXPERTS).topk(CHOICES).indices
     apply: Any = experts._Experts.apply
-    output = apply(*leaves, sort_by_expert(chosen, EXPERTS), gating)
+    layout = Layout(routing=sort_by_expert(chosen, EXPERTS), gating=gating)
+    output = apply(*leaves[:6], layout, *leaves[6:])
     output.backward(torch.randn(output.shape).to(output.dtype))
     return [output.detach(), *(leaf.grad for leaf in leaves if leaf is not None)]
 

@@ -20,7 +20,7 @@ def found() -> dict[str, Any]:
 def test_results_and_gradients_are_those_of_torch(
     found: dict[str, Any], gating: str, kind: str, within: float
 ) -> None:
-    """The output; then gradients of hidden states, weights, matrices and biases."""
+    """The output; then gradients of hidden states, weights, matrices, biases and adapters."""
     distances = found[f"{gating} {kind}"]
-    assert len(distances) == (7 if gating == "CLAMPED" else 5)
+    assert len(distances) == (11 if gating == "CLAMPED" else 9)
     assert 0.0 < max(distances) < within, distances
