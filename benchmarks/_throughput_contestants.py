@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from _throughput_jobs import Job
@@ -38,7 +38,7 @@ class Contestant:
 
 def list_contestants(job: Job, *, device: str) -> list[Contestant]:
     """In the order in which they run: those that every job is judged by come first."""
-    default = (Switches(micro_batch=job.micro_batch),)
+    default = (Switches(micro_batch=job.micro_batch, attention=job.attentions[-1]),)
     found = [
         Contestant(name="trl-default", kind="trl", attempts=default),
         Contestant(name="trl-best", kind="trl", attempts=_trl_best(job, device)),
@@ -69,14 +69,22 @@ def _both(**switches: Any) -> tuple[Switches, ...]:
     )
 
 
+def _with_each_attention(
+    job: Job, attempts: tuple[Switches, ...], device: str
+) -> tuple[Switches, ...]:
+    names = job.attentions[-1:] if device == "cpu" else job.attentions  # no flex backward there
+    return tuple(replace(one, attention=name) for name in names for one in attempts)
+
+
 def _trl_best(job: Job, device: str, **more: Any) -> tuple[Switches, ...]:
     """SDPA knows packed rows only by a mask over the whole batch: one row at a time is cheapest."""
-    return _both(
+    attempts = _both(
         liger=device != "cpu",
         packing=job.is_alpaca,
         micro_batch=1 if job.is_alpaca else job.micro_batch,
         **more,
     )
+    return _with_each_attention(job, attempts, device)
 
 
 def _trl_ways_with_lengths(job: Job, device: str) -> list[Contestant]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-from measure_training import write_model
+from measure_training import count_words, read_catalogue, write_model
 
 LENGTHS = Path(__file__).resolve().parent / "alpaca_lengths.json"
 SEED = 0
@@ -38,6 +39,8 @@ class Job:
     seq_len: int = 2048
     is_alpaca: bool = False
     """Rows with the lengths of real instruction data, in place of full ones."""
+    attentions: tuple[str, ...] = ("sdpa",)
+    """transformers' that trl tries in turn, fastest first."""
 
     @property
     def has_adapters(self) -> bool:
@@ -45,7 +48,7 @@ class Job:
 
 
 LLAMA_2, LLAMA_3 = "meta-llama--Llama-2-7b-hf", "meta-llama--Meta-Llama-3-8B"
-JOBS = {
+LLAMAS = {
     job.name: job
     for job in (
         Job(name="7b-lora", model=LLAMA_2, method="lora", num_rows=4, micro_batch=4),
@@ -69,6 +72,52 @@ JOBS = {
         ),
     )
 }
+
+
+def _lora(model: str, num_rows: int = 4, seq_len: int = 2048, **more: Any) -> Job:
+    return _job(model, "lora", num_rows, seq_len, **more)
+
+
+def _job(model: str, method: str, num_rows: int, seq_len: int, **more: Any) -> Job:
+    name = f"{model.rpartition('--')[2]}-{method}"
+    sizes = {"num_rows": num_rows, "micro_batch": num_rows, "seq_len": seq_len}
+    return Job(name=name, model=model, method=method, **sizes, **more)
+
+
+FLEX = ("flex_attention", "eager")
+"""For families that transformers' SDPA does not know."""
+FAMILIES = {
+    job.name: job
+    for job in (
+        _lora("openai--gpt-oss-20b", attentions=FLEX),
+        _lora("Qwen--Qwen3-30B-A3B"),
+        _lora("google--gemma-2-2b", 8, attentions=FLEX),
+        _lora("google--gemma-3-4b-it"),
+        _lora("mistralai--Mistral-7B-v0.1", 2, 8192),
+        _lora("Qwen--Qwen3-4B", 4, 4096),
+        _lora("tiiuae--falcon-7b"),
+        _job("bigscience--bloom-1b7", "full", 8, 1024, attentions=("eager",)),
+        _lora("Qwen--Qwen3.5-9B"),
+        _lora("zai-org--GLM-4.7-Flash"),
+        _lora("google--gemma-4-26B-A4B"),
+        _lora("nvidia--NVIDIA-Nemotron-3-Nano-30B-A3B-BF16"),
+        _lora("baidu--ERNIE-4.5-21B-A3B-PT"),
+        _lora("THUDM--glm-4-9b-chat-hf"),
+        _lora("allenai--OLMo-2-1124-13B"),
+        _lora("HuggingFaceTB--SmolLM3-3B", 8),
+        _lora("microsoft--Phi-4-mini-instruct"),
+        _lora("microsoft--phi-4", 2),
+        _lora("microsoft--phi-2", 8),
+        _lora("Qwen--Qwen2.5-7B"),
+        _lora("mistralai--Mistral-Nemo-Base-2407", 2),
+        _lora("bigscience--bloom-7b1", attentions=("eager",)),
+        _lora("LiquidAI--LFM2-1.2B", 16),
+        _job("microsoft--Phi-3-mini-4k-instruct", "full", 4, 2048),
+        _job("EleutherAI--pythia-1.4b", "full", 16, 2048),
+    )
+}
+"""One or two models of a family, in the order in which they matter."""
+JOBS = LLAMAS | FAMILIES
 TINY = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -78,16 +127,24 @@ TINY = {
     "head_dim": 16,
 }
 TINY_LEN = 128
+TINY_WORDS = 512
 
 
 def write_folder(job: Job, folder: Path, *, tiny: bool) -> int:
     """The model's config and tokenizer, no weights; the number of words."""
-    write_model(folder, job.model)
-    path = folder / "config.json"
-    config: dict[str, Any] = json.loads(path.read_text())
+    config = read_catalogue(job.model)
     if tiny:
-        path.write_text(json.dumps(config | TINY))
-    return int(config["vocab_size"])
+        config = config | TINY if job.name in LLAMAS else _tiny_config(config["model_type"])
+    write_model(folder, config)
+    return count_words(config)
+
+
+def _tiny_config(model_type: str) -> dict[str, Any]:
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "support"))
+    from tiny_configs import whole_config
+
+    config: dict[str, Any] = whole_config(model_type, vocab_size=TINY_WORDS)
+    return config | {"model_type": model_type}
 
 
 def make_rows(job: Job, *, num_steps: int, num_words: int) -> list[list[int]]:

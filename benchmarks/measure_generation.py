@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from _provenance import provenance
-from measure_training import LLAMA_2, write_model
+from measure_training import LLAMA_2, read_catalogue, write_model
 
 PROMPT_WORDS = (128, 384)
 NUM_NEW = 128
@@ -176,7 +176,7 @@ def main() -> None:
         work = Path(folder)
         model = options.model or work / "model"
         if not (model / "config.json").is_file():
-            write_model(model, LLAMA_2)
+            write_model(model, read_catalogue(LLAMA_2))
         if not list(model.glob("*.safetensors")):
             began = time.monotonic()
             write_weights(model)

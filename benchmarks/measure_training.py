@@ -49,15 +49,24 @@ JOBS: dict[str, dict[str, Any]] = {
 }
 
 
-def write_model(folder: Path, catalogue_name: str) -> None:
+def read_catalogue(name: str) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads((CATALOGUE / f"{name}.json").read_text())
+    return config
+
+
+def count_words(config: dict[str, Any]) -> int:
+    """Of the text model, where there is another one beside it."""
+    return int(config.get("text_config", config)["vocab_size"])
+
+
+def write_model(folder: Path, config: dict[str, Any]) -> None:
     """A config and a tokenizer with as many words as the model has tokens."""
-    config = json.loads((CATALOGUE / f"{catalogue_name}.json").read_text())
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     words = ["<unk>", "<s>", "</s>", "<pad>"]
-    words += [f"w{number}" for number in range(config["vocab_size"] - len(words))]
+    words += [f"w{number}" for number in range(count_words(config) - len(words))]
     vocabulary = {word: number for number, word in enumerate(words)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
@@ -131,7 +140,7 @@ def main() -> None:
     results = {}
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        write_model(work / "model", LLAMA_2)
+        write_model(work / "model", read_catalogue(LLAMA_2))
         for name in names:
             results[name] = run_job(name, JOBS[name], work)
             document = {

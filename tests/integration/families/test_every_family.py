@@ -49,7 +49,7 @@ pytestmark = [
 ]
 
 METHODS = ("lora", "full", "qlora", "experts")
-"""`experts`: LoRA on the stacked experts too, where peft takes them."""
+"""`experts`: LoRA on a mixture's experts too."""
 NUM_STEPS = 4
 STOPPED_AFTER = 2
 PROMPTS = ("add 3 and 3", "List three fruits.", "What is older?", "Why does ice float?")
