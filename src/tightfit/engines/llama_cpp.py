@@ -11,7 +11,6 @@ import tempfile
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +32,7 @@ from tightfit.engines.protocol import (
 )
 from tightfit.hardware.machine import read_machine
 from tightfit.models.gguf import GgufHeader, LongArray, read_gguf_header
-from tightfit.runtime.llama_cpp import LlamaModel, load_library
+from tightfit.runtime.llama_cpp import LlamaModel, check_opens, load_library
 
 if TYPE_CHECKING:
     import numpy as np
@@ -85,23 +84,13 @@ def read_llama_file(path: Path) -> LlamaFile:
         path=path,
         format=file_type.removeprefix("ALL_").removeprefix("MOSTLY_"),
         num_params=sum(t.num_elements for t in tensors if t.name not in _NOT_PARAMETERS),
-        weight_bytes=sum(_tensor_bytes(t.shape, t.type_id) for t in tensors),
+        weight_bytes=sum(t.num_bytes for t in tensors),
         kv_bytes_per_token=_kv_bytes_per_token(first),
         context=_read_int(first, "context_length"),
         num_vocabulary=embedding[1]
         if len(embedding) == 2
         else num_tokens or _read_int(first, "vocab_size") or 0,
     )
-
-
-def _tensor_bytes(shape: tuple[int, ...], type_id: int) -> int:
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
-    try:
-        values, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(type_id)]
-    except (ValueError, KeyError):  # a type that the gguf package does not know yet
-        values, num_bytes = 1, 1
-    return prod(shape) // values * num_bytes
 
 
 def _kv_bytes_per_token(header: GgufHeader) -> int:
@@ -294,6 +283,7 @@ def open_llama(request: EngineRequest, *, why: str) -> LlamaEngine:
     import xllamacpp
 
     file = read_llama_file(request.artefact.path)
+    check_opens(file.path)
     context = choose_context(request.context, file.context)
     is_gpu = request.device != "cpu" or bool(request.hosts)
     # As many as are worthwhile, within a share of the free memory.

@@ -29,9 +29,21 @@ _MAGIC = b"GGUF"
 _SCALARS = dict(enumerate("BbHhIif?")) | dict(enumerate("Qqd", start=10))
 """struct's codes by GGUF's value types."""
 _STRING, _ARRAY = 8, 9
-_MAX_DIMS = 8
+_MAX_DIMS = 4
+_MAX_NAME_BYTES = 63
+"""Of a tensor. Source: GGML_MAX_DIMS and GGML_MAX_NAME in ggml.h."""
 _MAX_ELEMENTS = 10**15
+TENSOR_TYPES = {
+    **{0: (1, 4), 1: (1, 2), 2: (32, 18), 3: (32, 20), 6: (32, 22), 7: (32, 24), 8: (32, 34)},
+    **{9: (32, 40), 10: (256, 84), 11: (256, 110), 12: (256, 144), 13: (256, 176)},
+    **{14: (256, 210), 15: (256, 292), 16: (256, 66), 17: (256, 74), 18: (256, 98)},
+    **{19: (256, 50), 20: (32, 18), 21: (256, 110), 22: (256, 82), 23: (256, 136)},
+    **{24: (1, 1), 25: (1, 2), 26: (1, 4), 27: (1, 8), 28: (1, 8), 29: (256, 56), 30: (1, 2)},
+    **{34: (256, 54), 35: (256, 66), 39: (32, 17), 40: (64, 36), 41: (128, 18)},
+}
+"""Values of a block and its bytes, by type. Source: the blocks of ggml-common.h."""
 _DEFAULT_ALIGNMENT = 32
+_ALIGNMENTS = frozenset(2**power for power in range(21))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +71,12 @@ class GgufTensor:
     @property
     def num_elements(self) -> int:
         return prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """At least: one a value where the type is unknown here."""
+        values, num_bytes = TENSOR_TYPES.get(self.type_id, (1, 1))
+        return self.num_elements // values * num_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,21 +133,50 @@ class _Cursor:
         num_tensors, num_pairs = self._scalar("Q"), self._scalar("Q")
         self._check_count(int(num_tensors), MAX_TENSORS, least_bytes=32)
         self._check_count(int(num_pairs), MAX_PAIRS, least_bytes=13)
-        metadata = dict(self._pair() for _ in range(int(num_pairs)))
+        pairs = [self._pair() for _ in range(int(num_pairs))]
+        metadata = dict(pairs)
+        if len(metadata) != len(pairs):
+            raise _corrupt(self._path, "it states a value twice")
         tensors = [self._tensor() for _ in range(int(num_tensors))]
         alignment = metadata.get("general.alignment", _DEFAULT_ALIGNMENT)
-        if not isinstance(alignment, int) or not 0 < alignment <= 2**20:
+        if not isinstance(alignment, int) or alignment not in _ALIGNMENTS:
             raise _corrupt(self._path, "its alignment is absurd")
         start = -(-self._at // alignment) * alignment
         tensors = [replace(tensor, start=start + tensor.start) for tensor in tensors]
-        if any(tensor.start >= self._size for tensor in tensors):
-            raise _corrupt(self._path, "tensors lie beyond its end; it is cut short")
+        self._check_places(tensors, alignment)
+        self._check_vocabulary(metadata)
         return GgufHeader(
             version=int(version),
             metadata=metadata,
             tensors=tuple(tensors),
             file_bytes=self._size,
         )
+
+    def _check_places(self, tensors: list[GgufTensor], alignment: int) -> None:
+        """Every tensor lies inside the file, at an aligned place that is its own."""
+        end, names = 0, set()
+        for tensor in sorted(tensors, key=lambda tensor: tensor.start):
+            values, _ = TENSOR_TYPES.get(tensor.type_id, (1, 1))
+            if tensor.name in names:
+                raise _corrupt(self._path, "two tensors have the same name")
+            if tensor.shape and tensor.shape[0] % values:
+                raise _corrupt(self._path, "a tensor's rows are no whole blocks of its type")
+            if tensor.start % alignment or tensor.start < end:
+                raise _corrupt(self._path, "tensors overlap, or lie at odd places")
+            end = tensor.start + tensor.num_bytes
+            if end > self._size:
+                raise _corrupt(self._path, "tensors lie beyond its end; it is cut short")
+            names.add(tensor.name)
+
+    def _check_vocabulary(self, metadata: dict[str, MetadataValue]) -> None:
+        """Other programs read as many scores and types as there are tokens, without a look."""
+        lengths = {
+            value.length if isinstance(value, LongArray) else len(value)
+            for name in ("tokens", "scores", "token_type")
+            if isinstance(value := metadata.get(f"tokenizer.ggml.{name}"), LongArray | tuple)
+        }
+        if len(lengths) > 1:
+            raise _corrupt(self._path, "its tokens, scores and types differ in number")
 
     def _pair(self) -> tuple[str, MetadataValue]:
         key = self._string()
@@ -168,6 +215,8 @@ class _Cursor:
     def _tensor(self) -> GgufTensor:
         """Its start counts from that of all tensors, which is known later."""
         name = self._string()
+        if len(name.encode("utf-8", "replace")) > _MAX_NAME_BYTES:
+            raise _corrupt(self._path, f"a tensor's name is longer than {_MAX_NAME_BYTES} bytes")
         num_dims = int(self._scalar("I"))
         if num_dims > _MAX_DIMS:
             raise _corrupt(self._path, f"a tensor has {num_dims} dimensions")
