@@ -84,24 +84,34 @@ def load_base(
     return finish_load(model, strategy)
 
 
-def load_meta(folder: Path, strategy: Strategy, *, attention: str | None = None) -> PreTrainedModel:
-    """The same model without values: every tensor on the meta device, none quantized."""
+def load_meta(
+    folder: Path, strategy: Strategy, *, has_varlen: bool | None = None
+) -> PreTrainedModel:
+    """The same model without values: every tensor on the meta device, none quantized.
+
+    `has_varlen`: as in `choose_attention_name`.
+    """
     import torch
 
     silence_libraries()
     register_attention()
-    config = read_config(folder, strategy, attention=attention)
+    config = read_config(folder, strategy, has_varlen=has_varlen)
     with torch.device("meta"):
         model = build_model(config, strategy)
     return finish_load(model, strategy)
 
 
 def read_config(
-    folder: Path, strategy: Strategy, *, attention: str | None = None
+    folder: Path,
+    strategy: Strategy,
+    *,
+    attention: str | None = None,
+    has_varlen: bool | None = None,
 ) -> PretrainedConfig:
     """The model's config, with the attention that both the plan and the family allow.
 
     `attention`: transformers' name of another implementation than the strategy's.
+    `has_varlen`: as in `choose_attention_name`.
     """
     from tightfit.runtime.kernels.experts import use_grouped_experts
     from tightfit.runtime.own_attention import accept_kernels
@@ -111,7 +121,7 @@ def read_config(
     use_grouped_experts(config)
     # One that is named is taken as it is: kernels of ours in its place have no key-value cache.
     config._attn_implementation = attention or resolve_attention(
-        config, choose_attention_name(strategy)
+        config, choose_attention_name(strategy, has_varlen=has_varlen)
     )
     if find_family(config.model_type).own_attention:
         accept_kernels(config)

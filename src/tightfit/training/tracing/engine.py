@@ -22,7 +22,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tightfit.core.dtypes import Dtype
 from tightfit.core.settings import Sharding
 from tightfit.core.strategy import Strategy, Training, default_learning_rate
-from tightfit.runtime.attention import choose_attention_name
 from tightfit.runtime.kernels.fp8 import FP8, scale_matrix
 from tightfit.runtime.kernels.fused_lora import is_augmented
 from tightfit.runtime.layers import decoder_layers, is_dequantized
@@ -288,8 +287,7 @@ def build_meta_module(
     folder: Path, strategy: Strategy, training: Training, *, has_varlen: bool
 ) -> Objective:
     """The plan's Objective on the meta device."""
-    attention = choose_attention_name(strategy, has_varlen=has_varlen)
-    model = load_meta(folder, strategy, attention=attention)
+    model = load_meta(folder, strategy, has_varlen=has_varlen)
     quantize_meta_fake(model, strategy)
     return Objective.from_strategy(prepare_model(model, strategy, training), strategy)
 
