@@ -12,7 +12,8 @@ SAFE_PATH_VARIABLE = "PYTHONSAFEPATH"
 LAUNCHER = (
     "import sys; sys.path[:] = filter(None, sys.path); "
     f'import os, runpy; os.environ["{SAFE_PATH_VARIABLE}"] = "1"; '
-    'runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)'
+    'module = sys.argv[1]; sys.argv[:2] = ["-m"]; '
+    'runpy.run_module(module, run_name="__main__", alter_sys=True)'
 )
 """What `-P -m` does, which Python 3.10 does not know."""
 
