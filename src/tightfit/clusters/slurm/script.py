@@ -322,7 +322,7 @@ def _prelude(job: BatchJob, site: Site) -> Iterator[str]:
     if job.resources is not None and job.resources.cores is not None:
         yield "# Since Slurm 22.05 srun takes this from nowhere else."
         yield f"export SRUN_CPUS_PER_TASK={job.resources.cores}"
-    yield "# Python's -P -m, which Python 3.10 lacks: without the current folder on the search path."
+    yield "# As -P -m, which needs Python 3.11: without the current folder on the search path."
     yield f"export {LAUNCHER_VARIABLE}={shlex.quote(LAUNCHER)}"
     yield "# With --export=NONE of sbatch, srun would keep all of this from the job."
     yield "export SLURM_EXPORT_ENV=ALL"
