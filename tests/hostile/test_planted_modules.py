@@ -8,6 +8,8 @@ import sys
 
 from verb_tour import MODULES, Tour
 
+pytest_plugins = ("verb_tour",)
+
 
 def test_no_planted_module_was_imported(tour: Tour) -> None:
     assert sorted(path.name for path in tour.marks.iterdir()) == []

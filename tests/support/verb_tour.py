@@ -1,6 +1,7 @@
 """The verbs as processes, with hostile modules in every folder and secrets in the environment.
 
-Slurm is stand-ins: `sbatch` runs the script here, `srun` and `salloc` run their command.
+Slurm is stand-ins: the batch script runs here, and `srun` runs its command.
+PYTEST_DONT_REWRITE: files import its names before pytest does.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tightfit.core.errors import CheckFailedError
 from tiny_jobs import kill_tree, make_data, make_model
@@ -42,8 +44,7 @@ PROXY = f"http://someone:{MARK_OF_SECRETS}proxy-Zq7@127.0.0.1:9"
 SINFO = "c1|cpu|up|(null)|16000|4|idle|1:00:00|900000|avx2\n"
 STAND_INS = {
     "sinfo": f'case "$*" in *-O*) exit 1;; esac; printf %s "{SINFO}"',
-    "sbatch": 'if [ "$1" = --test-only ]; then exit 0; fi; shift\n'
-    'SLURM_JOB_ID=42 SLURM_JOB_NODELIST=c1 bash "$1" >>"$SLURM_OUTPUT" 2>&1; echo 42',
+    "sbatch": "echo 42",
     "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"',
     "squeue": "exit 0",
     "scancel": "exit 0",
@@ -91,7 +92,6 @@ class Tour:
             "MIMALLOC_DISALLOW_ARENA_ALLOC": "1",  # torch's, on ARM
             "OMP_NUM_THREADS": "1",
             "PATH": f"{home / 'bin'}:/usr/bin:/bin",
-            "SLURM_OUTPUT": str(home / "said" / "batch"),
             "TIGHTFIT_CACHE": str(home / "cache"),
             "TIGHTFIT_LEDGER": str(home / "ledger.sqlite"),
             "TIGHTFIT_SITE": str(home / "site.yaml"),
@@ -101,16 +101,19 @@ class Tour:
         for folder in (self.work, self.model, self.shared):
             plant(folder, self.marks)
 
-    def start(self, *words: object, cwd: Path | None = None) -> subprocess.Popen[bytes]:
+    def start(self, *words: object, cwd: Path | None = None) -> subprocess.Popen[str]:
+        """A verb, or the batch script of a run."""
         log = self.home / "said" / f"{words[0]}-{time.monotonic_ns()}"
+        python = [sys.executable, "-m", "tightfit"]
         with log.open("wb") as stream:
             return subprocess.Popen(
-                [sys.executable, "-m", "tightfit", *map(str, words)],
+                [*([] if words[0] == "bash" else python), *map(str, words)],
                 cwd=cwd or self.work,
                 env=self.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
+                text=True,
             )
 
     def do(self, *words: object, cwd: Path | None = None) -> None:
@@ -179,8 +182,8 @@ class Tour:
         data = ("--data", self.rows)
         on_slurm = (self.recipe, "--on", "slurm:cpu", "--output", self.run)
         self.do_together(
-            ("submit", *on_slurm, "--no-follow"),
             ("plan", self.model, "--on", "1xRTX-4090", "--seq-len", 64, "--trace"),
+            ("submit", *on_slurm, "--no-follow"),
             ("doctor",),
             ("estimate", self.model, "--on", "1xRTX-4090"),
             ("prepare", self.model, *data),
@@ -190,8 +193,9 @@ class Tour:
         plant(self.run, self.marks)
         self.do_together(
             ("submit", self.recipe, "--on", "here:2xcpu", "--output", self.shared / "two"),
-            ("merge", self.run, "--no-verify"),
+            ("bash", self.run / "job.sbatch"),
         )
+        self.do("merge", self.run, "--no-verify", cwd=self.shared)
         merged = self.run / "merged"
         plant(merged, self.marks)
         small = self.home / "small.gguf"
@@ -205,3 +209,12 @@ class Tour:
             ("farm", small, *asked, "--out", self.shared / "b.jsonl", "--workers", 1),
         )
         self.serve(small)
+
+
+@pytest.fixture(scope="session")
+def tour(tmp_path_factory: pytest.TempPathFactory) -> Tour:
+    """One for all tests that look at what it left."""
+    made = Tour(tmp_path_factory.mktemp("tour"))
+    with made.watch_commands():
+        made.make()
+    return made

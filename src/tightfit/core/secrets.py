@@ -9,10 +9,9 @@ from collections.abc import Sequence
 HIDDEN = "***"
 MIN_CHARS = 8
 """A shorter value, such as `true`, is no secret, and would be found in other words."""
-_WORDS = frozenset(
-    {"APIKEY", "CREDENTIAL", "CREDENTIALS", "JWT", "KEY", "PASS", "PASSPHRASE", "PASSWD",
-     "PASSWORD", "SECRET", "TOKEN"}
-)  # fmt: skip
+_ENDS = ("APIKEY", "CREDENTIAL", "CREDENTIALS", "JWT", "PASSPHRASE", "PASSWD", "PASSWORD", "SECRET",
+         "TOKEN")  # fmt: skip
+_WORDS = frozenset({"KEY", "PASS"})
 _PLACES = ("DIR", "FILE", "PATH")
 _LOGIN = re.compile(r"(?<=://)[^/\s@'\"`]+(?=@)")
 """Of a URL: `user:password`, or a token alone."""
@@ -21,8 +20,8 @@ _LOGIN = re.compile(r"(?<=://)[^/\s@'\"`]+(?=@)")
 def is_secret(name: str, value: str = "") -> bool:
     """Whether a variable or option is one by its name, or holds a URL with a password."""
     words = name.strip("-").replace("-", "_").upper().split("_")
-    by_name = not _WORDS.isdisjoint(words) and words[-1] not in _PLACES
-    return by_name or _LOGIN.search(value) is not None
+    is_named = any(word in _WORDS or word.endswith(_ENDS) for word in words)
+    return (is_named and words[-1] not in _PLACES) or _LOGIN.search(value) is not None
 
 
 def hide_secrets(text: str) -> str:
