@@ -177,37 +177,29 @@ class Tour:
             server.wait(60)
 
     def make(self) -> None:
-        """Every verb that can be run here without a GPU, in every planted folder."""
-        here = socket.gethostname()
+        """Verbs that start processes of each kind, and verbs that load models themselves."""
         data = ("--data", self.rows)
         on_slurm = (self.recipe, "--on", "slurm:cpu", "--output", self.run)
+        small, tiny = self.home / "small.gguf", self.home / "tiny.gguf"
         self.do_together(
-            ("plan", self.model, "--on", "1xRTX-4090", "--seq-len", 64, "--trace"),
+            ("convert", self.model, "--to", "gguf", "--out", small),
             ("submit", *on_slurm, "--no-follow"),
             ("doctor",),
+            ("plan", self.model, "--on", "1xRTX-4090"),
             ("estimate", self.model, "--on", "1xRTX-4090"),
             ("prepare", self.model, *data),
-            ("submit", self.recipe, "--on", "slurm:cpu", "--dry-run"),
-            ("preflight", "--nodes", here),
+            ("preflight", "--nodes", socket.gethostname()),
         )
         plant(self.run, self.marks)
+        asked = ("--prompts", self.prompts, "--max-new-tokens", 2)
         self.do_together(
             ("submit", self.recipe, "--on", "here:2xcpu", "--output", self.shared / "two"),
             ("bash", self.run / "job.sbatch"),
-        )
-        self.do("merge", self.run, "--no-verify", cwd=self.shared)
-        merged = self.run / "merged"
-        plant(merged, self.marks)
-        small = self.home / "small.gguf"
-        tiny = self.home / "tiny.gguf"
-        self.do("convert", merged, "--to", "gguf", "--out", small, cwd=merged)
-        self.do("quantize", small, "--to", "q8_0", "--no-verify", "--out", tiny, cwd=self.run)
-        asked = ("--prompts", self.prompts, "--max-new-tokens", 2)
-        self.do_together(
-            ("verify", small, tiny, "--tokens", 64),
             ("generate", small, *asked, "--out", self.shared / "a.jsonl"),
             ("farm", small, *asked, "--out", self.shared / "b.jsonl", "--workers", 1),
         )
+        self.do("quantize", small, "--to", "q8_0", "--no-verify", "--out", tiny, cwd=self.run)
+        self.do("verify", small, tiny, "--tokens", 64, cwd=self.shared)
         self.serve(small)
 
 
