@@ -19,6 +19,7 @@ def test_no_verb_wrote_or_showed_a_secret(tour: Tour) -> None:
     mark = MARK_OF_SECRETS.encode()
     files = [path for path in tour.home.rglob("*") if path.is_file()]
 
+    assert tour.home / "said" / "answer" in files
     assert len(files) > 50
     assert [path for path in files if mark in path.read_bytes()] == []
     assert any("torch.distributed.run" in command for command in tour.commands)

@@ -154,7 +154,9 @@ class Tour:
 
     def serve(self, model: Path) -> None:
         ready = self.home / "ready.json"
-        server = self.start("serve", model, "--port", 0, "--ready-file", ready, cwd=self.model)
+        server = self.start(
+            "serve", model, "--name", "x", "--port", 0, "--ready-file", ready, cwd=self.model
+        )
         try:
             end = time.monotonic() + SECONDS
             while not ready.exists():
