@@ -6,7 +6,12 @@
 A verb loads when it is first used: `import tightfit` alone needs neither pydantic nor torch.
 """
 
-from __future__ import annotations
+import sys
+
+if sys.argv[:1] == ["-m"]:  # `python -m tightfit...` looks for it, with the current folder first
+    from tightfit.core.import_path import drop_current_folder
+
+    drop_current_folder()
 
 from importlib import import_module
 from typing import TYPE_CHECKING

@@ -21,6 +21,7 @@ from tightfit.clusters.preflight.gather import (
 from tightfit.clusters.site import Site, read_site
 from tightfit.clusters.slurm.script import allocation_command, select_nodes
 from tightfit.core.errors import SetupError, UsageError
+from tightfit.core.import_path import module_words
 from tightfit.core.options import list_given, repeat_options
 from tightfit.core.text import shorten
 from tightfit.hardware.slurm import probe_slurm_inventory
@@ -88,7 +89,7 @@ def _run_in_allocation(options: PreflightOptions, site: Site) -> PreflightReport
     num_nodes, num_gpus = options.num_nodes or DEFAULT_NUM_NODES, options.gpus_per_node or 0
     _check_available(partition or site.slurm.partition, site, num_nodes, num_gpus)
     words = repeat_options(list_given(options, ("run_with", "interface", "port", "shared")))
-    preflight = [sys.executable, "-m", "tightfit", "preflight", *words, "--json"]
+    preflight = [sys.executable, *module_words("tightfit", "preflight", *words, "--json")]
     command = allocation_command(
         preflight, site, partition=partition or None, num_nodes=num_nodes, gpus_per_node=num_gpus
     )

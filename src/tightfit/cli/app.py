@@ -8,10 +8,13 @@ import sys
 from collections.abc import Sequence
 
 from tightfit.core.errors import EXIT_INTERRUPTED
+from tightfit.core.import_path import drop_current_folder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; the exit code by kind of failure is in docs/exit-codes.md."""
+    if argv is None:  # this process's own command line
+        drop_current_folder()
     # pydantic would look through every installed package for plugins that watch it validate.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     # Loading and planning make hundreds of thousands of objects that stay: looking through them

@@ -41,11 +41,12 @@ def run_in_guard(words: list[str]) -> int | None:
     hosts = _named_hosts(words)
     if hosts is None:
         return None
+    from tightfit.core.import_path import module_words
     from tightfit.engines.llama_devices import join_guard, read_hosts, run_guarded
 
     if join_guard():
         return None
-    return run_guarded([sys.executable, "-m", "tightfit", *words], read_hosts(hosts))
+    return run_guarded([sys.executable, *module_words("tightfit", *words)], read_hosts(hosts))
 
 
 def _named_hosts(words: list[str]) -> str | None:

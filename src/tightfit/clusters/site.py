@@ -25,6 +25,7 @@ from pydantic import (
 
 from tightfit.core.errors import InvalidInputError, NotFoundError
 from tightfit.core.frozen import Frozen
+from tightfit.core.secrets import is_secret
 from tightfit.core.validation import describe_validation_errors, describe_value
 from tightfit.core.yaml_text import YamlDocument, read_yaml
 
@@ -155,6 +156,13 @@ class Site(Frozen):
         wrong = next((name for name in value if not _NAME.fullmatch(name)), None)
         if wrong is not None:
             raise ValueError(f"`environment.{wrong[:40]}` is not a name that a shell knows")
+        secret = next((name for name, text in value.items() if is_secret(name, text)), None)
+        if secret is not None:  # batch scripts, manifests and `ps` would show it
+            raise ValueError(
+                f"`environment.{secret[:40]}` is a secret, which everyone could read in batch "
+                "scripts: let a line of `setup` read it from a file of yours, like "
+                "`source ~/secrets.sh`, or name a Secret in `kubernetes.secrets`"
+            )
         return value
 
     @field_validator("shared")

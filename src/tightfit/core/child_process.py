@@ -185,7 +185,10 @@ BOUND_VARIABLE = "TIGHTFIT_ENDS_WITH_PARENT"
 
 def bind_command(command: Sequence[str]) -> list[str]:
     """A command that ends with this process, if the kernel supports it."""
-    return [sys.executable, "-m", "tightfit.core.child_process", str(os.getpid()), *command]
+    from tightfit.core.import_path import module_words  # here: this file also runs by its path
+
+    words = module_words("tightfit.core.child_process", str(os.getpid()), *command)
+    return [sys.executable, *words]
 
 
 def follow_bound_parent() -> None:

@@ -36,9 +36,11 @@ class UserError(Exception):
     exit_code = 1
 
     def __init__(self, problem: str, *, remedy: str) -> None:
-        super().__init__(problem)
-        self.problem = problem
-        self.remedy = remedy
+        from tightfit.core.secrets import hide_secrets  # not before there is an error
+
+        self.problem = hide_secrets(problem)
+        self.remedy = hide_secrets(remedy)
+        super().__init__(self.problem)
 
     def __reduce__(self) -> tuple[object, ...]:
         """Survive pickling from a worker process, keyword-only arguments and all."""

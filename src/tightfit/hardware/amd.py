@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.core.errors import SetupError
+from tightfit.core.import_path import module_words
 from tightfit.core.text import printable
 from tightfit.core.units import GIB, KIB, MIB, render_bytes
 from tightfit.hardware.command import (
@@ -37,7 +38,7 @@ _UNITS = {"B": 1, "KB": KIB, "MB": MIB, "GB": GIB}
 """AMD writes MB and means MiB: 196,592 MB of an MI300X are 206,141,652,992 bytes."""
 _ARCHITECTURE = re.compile(r"gfx[0-9a-f]{3,5}")
 
-_AMDSMI = (sys.executable, "-m", "tightfit.hardware.amd")
+_AMDSMI = (sys.executable, *module_words("tightfit.hardware.amd"))
 _STATIC = ("amd-smi", "static", "--asic", "--vram", "--json")
 _METRIC = ("amd-smi", "metric", "--mem-usage", "--json")
 _ROCM_SMI = (

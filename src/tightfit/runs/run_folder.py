@@ -17,6 +17,7 @@ from tightfit.core.errors import InvalidInputError, NotFoundError
 from tightfit.core.files import write_atomic
 from tightfit.core.frozen import Frozen
 from tightfit.core.packages import __version__
+from tightfit.core.secrets import hide_secret_options
 from tightfit.hardware.machine import (
     DriverReading,
     read_driver,
@@ -244,7 +245,9 @@ def probe_environment(
         num_cores=machine.num_usable_cores,
         memory_bytes=machine.memory_limit_bytes or machine.memory_bytes,
         # A file name need not be text; JSON must be.
-        argv=tuple(word.encode("utf-8", "backslashreplace").decode() for word in argv),
+        argv=tuple(
+            word.encode("utf-8", "backslashreplace").decode() for word in hide_secret_options(argv)
+        ),
         started_at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
     )
 

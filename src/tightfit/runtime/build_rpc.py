@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 
 from tightfit.core.errors import SetupError, UserError
 from tightfit.core.files import atomic_folder
+from tightfit.core.import_path import module_words
 from tightfit.runtime.llama_cpp import REMEDY, RpcFolder, has_llama, installed_release, rpc_folder
 
 _LIBRARY_FLAGS = (
@@ -66,8 +67,9 @@ def _fetch_source(home: Path) -> Path:
     release = installed_release()
     print(f"fetching the source of xllamacpp {release} ...", flush=True)
     only_source = ["--no-deps", "--no-binary", "xllamacpp", f"xllamacpp=={release}"]
+    words = ["download", "--quiet", "--dest", str(home), *only_source]
     _run(
-        [sys.executable, "-m", "pip", "download", "--quiet", "--dest", str(home), *only_source],
+        [sys.executable, *module_words("pip", *words)],
         remedy=f"python -m pip download {' '.join(only_source)}",
     )
     inside = f"xllamacpp-{release}/thirdparty/llama.cpp/ggml"

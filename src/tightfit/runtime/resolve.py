@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from tightfit.core.child_process import ChildProcess, Message
 from tightfit.core.errors import InvalidInputError, UserError
 from tightfit.core.files import cache_folder, write_atomic
+from tightfit.core.import_path import module_words
 from tightfit.models import resolve
 from tightfit.models.families import parts
 from tightfit.models.families.parts import ConfigFields
@@ -97,7 +98,7 @@ def _ask(config: str) -> Message:
 def _run(job: Mapping[str, Any]) -> Message:
     try:
         child = ChildProcess(
-            [sys.executable, "-m", WORKER, str(os.getpid())],
+            [sys.executable, *module_words(WORKER, str(os.getpid()))],
             env={**os.environ, **CPU_ENVIRONMENT},
             limit_seconds=TIMEOUT_SECONDS,
         )

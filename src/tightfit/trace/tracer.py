@@ -20,6 +20,7 @@ from tightfit.core.child_process import ChildProcess
 from tightfit.core.errors import UserError
 from tightfit.core.files import cache_folder, write_atomic
 from tightfit.core.frozen import Frozen
+from tightfit.core.import_path import module_words
 from tightfit.trace.result import OperationLog, TracedMemory
 
 PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "liger-kernel", "pydantic")
@@ -76,7 +77,7 @@ class Tracer:
         num_left = len(jobs)
         try:
             child = ChildProcess(
-                [sys.executable, "-m", self.module, str(os.getpid())],
+                [sys.executable, *module_words(self.module, str(os.getpid()))],
                 env={**os.environ, **CPU_ENVIRONMENT},
                 limit_seconds=self.timeout_seconds,
             )

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tightfit.core.errors import EXIT_BUG, EXIT_OUT_OF_MEMORY, EXIT_REQUEUE, SetupError, UserError
+from tightfit.core.secrets import hide_secrets
 from tightfit.core.settings import Method
 from tightfit.core.strategy import MEMORY_VARIABLE
 from tightfit.runs.run_folder import RunFolder, RunState, RunStatus
@@ -154,8 +155,8 @@ class Worker:
                 f"make room (df -h {self._run.path}), then start the same command again",
                 SetupError.exit_code,
             )
-        traceback.print_exception(error)
-        text = str(error).strip().splitlines()
+        sys.stderr.write(hide_secrets("".join(traceback.format_exception(error))))
+        text = hide_secrets(str(error)).strip().splitlines()
         where = f"{type(error).__name__}: {text[0] if text else 'no message'}"
         message = str(error).lower()
         if isinstance(error, RuntimeError) and any(word in message for word in _LOST_RANK_WORDS):

@@ -13,6 +13,7 @@ import pytest
 
 from small_models import make_llama
 from tightfit.core.errors import SetupError
+from tightfit.core.import_path import module_words
 from tightfit.export.quantize import gptq_worker
 from tightfit.export.quantize.gptq import (
     choose_group_size,
@@ -142,7 +143,10 @@ def test_another_environment_runs_the_worker_by_its_path(tmp_path: Path) -> None
 
     assert command[0] == "/opt/gptq/bin/python"
     assert Path(command[1]).samefile(gptq_worker.__file__)
-    assert worker_command(None, tmp_path / "job.json")[:2] == [sys.executable, "-m"]
+    assert worker_command(None, tmp_path / "job.json")[:-2] == [
+        sys.executable,
+        *module_words(gptq_worker.__name__),
+    ]
 
 
 def test_the_other_tool_gets_the_same_job(tmp_path: Path) -> None:

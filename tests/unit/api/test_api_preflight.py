@@ -10,6 +10,7 @@ import pytest
 
 from tightfit.api.preflight import preflight
 from tightfit.core.errors import SetupError, UsageError
+from tightfit.core.import_path import module_words
 
 REPORT = {
     "findings": [], "worst": "ok", "exit_code": 0, "seconds": 1.5, "links": [],
@@ -61,10 +62,10 @@ def test_the_report_comes_back_from_an_allocation(
     report = preflight(on="slurm:gpu", port=29501)
 
     assert report.nodes[0].options == ("--nodes", "1")
-    words = said.read_text().split()
-    assert "--partition=gpu" in words
-    command = [sys.executable, "-m", "tightfit", "preflight", "--port", "29501", "--json"]
-    assert words[-len(command) :] == command
+    line = said.read_text()
+    assert "--partition=gpu" in line.split()
+    command = [sys.executable, *module_words("tightfit", "preflight", "--port", "29501", "--json")]
+    assert line.endswith(f"{' '.join(command)}\n")
 
 
 def test_nodes_that_slurm_does_not_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

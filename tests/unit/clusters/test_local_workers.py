@@ -11,6 +11,7 @@ from local_cases import make_plan
 from tightfit.clusters.local.workers import worker_command, worker_environment
 from tightfit.clusters.nodes import Rendezvous, parse_endpoint
 from tightfit.core.errors import UsageError
+from tightfit.core.import_path import module_words
 from tightfit.core.settings import Sharding
 from tightfit.planning.plan import Plan
 
@@ -29,28 +30,30 @@ def spread(num_nodes: int, gpus_per_node: int) -> Plan:
 
 def test_one_process_is_plain_python() -> None:
     assert worker_command(make_plan(), RUN) == [
-        sys.executable, "-m", "tightfit.training.worker", "/runs/a-run",
+        sys.executable, *module_words("tightfit.training.worker"), "/runs/a-run",
     ]  # fmt: skip
 
 
 def test_several_processes_meet_on_this_machine_at_a_free_port() -> None:
     assert worker_command(spread(1, 4), RUN) == [
-        sys.executable, "-m", "torch.distributed.run",
+        sys.executable, *module_words("torch.distributed.run"),
         "--nnodes", "1", "--nproc-per-node", "4",
         "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--rdzv-id", "a-run-0",
         "--rdzv-conf", "join_timeout=3600", "--max-restarts", "0", "--local-addr", "127.0.0.1",
-        "-m", "tightfit.clusters.local.workers", "tightfit.training.worker", "/runs/a-run",
+        "--no-python", sys.executable, *module_words("tightfit.clusters.local.workers"),
+        "tightfit.training.worker", "/runs/a-run",
     ]  # fmt: skip
 
 
 def test_several_nodes_meet_where_they_are_told() -> None:
     meet = Rendezvous(endpoint="node1:29500", local_address="10.0.0.2", max_restarts=7)
     assert worker_command(spread(2, 1), RUN, meet, attempt=3) == [
-        sys.executable, "-m", "torch.distributed.run",
+        sys.executable, *module_words("torch.distributed.run"),
         "--nnodes", "2", "--nproc-per-node", "1",
         "--rdzv-backend", "c10d", "--rdzv-endpoint", "node1:29500", "--rdzv-id", "a-run-3",
         "--rdzv-conf", "join_timeout=3600", "--max-restarts", "7", "--local-addr", "10.0.0.2",
-        "-m", "tightfit.clusters.local.workers", "tightfit.training.worker", "/runs/a-run",
+        "--no-python", sys.executable, *module_words("tightfit.clusters.local.workers"),
+        "tightfit.training.worker", "/runs/a-run",
     ]  # fmt: skip
 
 
@@ -60,15 +63,15 @@ def test_torchrun_understands_the_options() -> None:
 
     meet = Rendezvous(endpoint="node1:29500", local_address="10.0.0.2", max_restarts=7)
     words = worker_command(spread(2, 3), RUN, meet)
-    read = get_args_parser().parse_args(words[3:])
+    read = get_args_parser().parse_args(words[1 + len(module_words("torch.distributed.run")) :])
 
     assert (read.nnodes, read.nproc_per_node, read.max_restarts) == ("2", "3", 7)
     assert (read.rdzv_backend, read.rdzv_endpoint, read.local_addr) == (
         "c10d", "node1:29500", "10.0.0.2",
     )  # fmt: skip
-    assert read.module
-    assert read.training_script == "tightfit.clusters.local.workers"
-    assert read.training_script_args == ["tightfit.training.worker", str(RUN)]
+    assert read.no_python
+    assert read.training_script == sys.executable
+    assert read.training_script_args[-2:] == ["tightfit.training.worker", str(RUN)]
 
 
 def test_environment_of_a_gpu_plan() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -17,9 +18,10 @@ from tightfit.clusters.preflight import gather as crews
 from tightfit.clusters.preflight.gather import AGENT, AgentCommand, AgentPool, make_agent_command
 from tightfit.clusters.preflight.observations import PROTOCOL, ConnectionOutcome, NodeFacts
 from tightfit.clusters.site import Site
+from tightfit.core.import_path import module_words
 
 HERE = "env TIGHTFIT_TEST_NODE={node}"
-REAL = (sys.executable, "-m", AGENT)
+REAL = (sys.executable, *module_words(AGENT))
 
 
 @contextmanager
@@ -179,15 +181,15 @@ def test_an_unknown_question_is_a_error_not_a_death() -> None:
 
 def test_the_site_says_how_an_agent_starts() -> None:
     plain = make_agent_command(Site(), "ssh {node}")
-    assert plain.argv[-3:] == REAL
+    assert plain.argv[-len(REAL) :] == REAL
     assert plain.argv[:3] == ("env", "-u", "MASTER_ADDR")
     site = Site(setup=("module load cuda",), python="/opt/py", environment={"A": "1"})
     start = make_agent_command(site, "ssh {node}")
-    assert start.argv[-1] == f"module load cuda\nexec /opt/py -m {AGENT}"
+    assert start.argv[-1] == f"module load cuda\nexec {shlex.join(('/opt/py', *REAL[1:]))}"
     assert start.env == {"A": "1"}
     boxed = make_agent_command(Site(container="image.sqsh"), "srun -w {node}")
     assert boxed.prefix == "srun -w {node} --container-image=image.sqsh"
     words = make_agent_command(
         Site(container="apptainer exec --nv x.sif", python="python3"), "ssh {node}"
     )
-    assert words.argv[-7:-3] == ("apptainer", "exec", "--nv", "x.sif")
+    assert words.argv[: -len(REAL)][-4:] == ("apptainer", "exec", "--nv", "x.sif")

@@ -22,6 +22,7 @@ from tightfit.clusters.slurm.script import (
     write_script,
 )
 from tightfit.core.errors import UsageError
+from tightfit.core.import_path import module_words
 
 SRUN = """#!/bin/bash
 for word; do echo "srun|$word" >>"$LOG"; done
@@ -34,7 +35,7 @@ exit $code
 """
 PYTHON = """#!/bin/bash
 for word; do echo "python|$word" >>"$LOG"; done
-if [ "$2" = tightfit.clusters.nodes ]; then echo 10.0.0.1 eth7; exit 0; fi
+if [ "$3" = tightfit.clusters.nodes ]; then echo 10.0.0.1 eth7; exit 0; fi
 if [ "$TRAIN" = wait ]; then trap 'exit 75' USR1; echo ready >>"$LOG"; sleep 60 & wait $!; fi
 exit $TRAIN
 """
@@ -128,7 +129,8 @@ def test_several_nodes_meet_at_the_first_and_a_lost_one_is_another_try(tmp_path:
 
     assert stage.run(train="1") == REQUEUED
     said = stage.log.read_text()
-    wanted = ["train", str(stage.run_folder), "--as-planned", "--nodes", "2",
+    wanted = [*module_words("tightfit", "train"), str(stage.run_folder), "--as-planned",
+              "--nodes", "2",
               "--rendezvous", "10.0.0.1:22345", "--node-rank", "0",
               "--local-addr", "10.0.0.1", "--interface", "eth7"]  # fmt: skip
     assert "".join(f"python|{word}\n" for word in wanted) in said

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import socket
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from tightfit.clusters.staging.home import (
 from tightfit.clusters.staging.nodes import agent_command, find_nodes
 from tightfit.clusters.staging.stage import choose_target
 from tightfit.core.errors import NotFoundError, SetupError, UsageError
+from tightfit.core.import_path import module_words
 from tightfit.core.units import GIB
 from tightfit.hardware.slurm import NODES_COMMAND
 from tightfit.runtime.staged import home_in
@@ -255,4 +257,5 @@ def test_the_sites_lines_stand_before_the_agent() -> None:
     words = agent_command(Site(setup=("module load x",), python="/opt/python"))
 
     assert words[:2] == ["bash", "-c"]
-    assert words[2] == "module load x\nexec /opt/python -m tightfit.clusters.staging.agent"
+    agent = shlex.join(["/opt/python", *module_words("tightfit.clusters.staging.agent")])
+    assert words[2] == f"module load x\nexec {agent}"

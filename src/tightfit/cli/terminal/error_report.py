@@ -18,6 +18,7 @@ from tightfit.core.errors import (
     UsageError,
     UserError,
 )
+from tightfit.core.secrets import hide_secret_options, hide_secrets
 from tightfit.core.text import did_you_mean, sanitize, shorten
 
 DEBUG_VARIABLE = "TIGHTFIT_DEBUG"
@@ -63,9 +64,9 @@ def report_bug(error: BaseException, *, argv: Sequence[str], as_json: bool) -> i
         import traceback
 
         write_err("".join(traceback.format_exception(error)))
-    text = sanitize(" ".join(str(error).split())[:300])
+    text = sanitize(hide_secrets(" ".join(str(error).split()))[:300])
     problem = f"This is a bug in tightfit: {type(error).__name__}: {text}"
-    line = sanitize(shlex.join(argv))
+    line = sanitize(shlex.join(hide_secret_options(argv)))
     remedy = f"{DEBUG_VARIABLE}=1 tightfit {line}    (shows the traceback; please report it)"
     write_err(f"error: {problem}\n  try: {remedy}\n")
     if as_json:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from tightfit.core.progress import Progress
+from tightfit.core.secrets import hide_secrets
 from tightfit.core.text import sanitize
 
 
@@ -42,7 +43,7 @@ def write_out(text: str) -> None:
 def write_err(text: str) -> None:
     """Text to stderr, or nowhere if stderr takes none: no channel is left to report that."""
     try:
-        sys.stderr.write(text)
+        sys.stderr.write(hide_secrets(text))
         sys.stderr.flush()
     except (OSError, ValueError, AttributeError):
         _silence(sys.stderr)

@@ -27,6 +27,7 @@ from tightfit.clusters.protocol import (
 from tightfit.clusters.site import Site
 from tightfit.core.errors import SetupError, UsageError, UserError
 from tightfit.core.files import write_atomic
+from tightfit.core.import_path import module_words
 from tightfit.hardware.resolve import resolve_hardware
 from tightfit.hardware.types import Cluster
 from tightfit.runs.run_folder import RunFolder, RunStatus
@@ -84,7 +85,7 @@ class LocalBackend(ClusterBackend):
     def submit(self, draft: Draft) -> Job:
         run = RunFolder(path=draft.spec.run)
         write_atomic(run.path / SCRIPT_FILE, draft.text)
-        command = [PYTHON, "-m", "tightfit", "train", str(run.path), "--as-planned"]
+        command = [PYTHON, *module_words("tightfit", "train", str(run.path), "--as-planned")]
         process = start_with_log(command, run.path / LOG_FILE, self._site.environment)
         self._started[str(process.pid)] = process
         return _make_job(run, process.pid)

@@ -16,6 +16,7 @@ import psutil
 from tightfit.clusters.nodes import Rendezvous
 from tightfit.core.child_process import follow_bound_parent
 from tightfit.core.errors import EXIT_REQUEUE, SetupError, UsageError, UserError
+from tightfit.core.import_path import module_words
 from tightfit.core.strategy import MEMORY_VARIABLE
 from tightfit.planning.plan import Plan
 from tightfit.runs.run_folder import RunFolder, RunState, RunStatus
@@ -42,7 +43,7 @@ def worker_command(
     """
     strategy = plan.strategy
     if strategy.world_size == 1 and rendezvous is None:
-        return [sys.executable, "-m", worker, str(run)]
+        return [sys.executable, *module_words(worker, str(run))]
     meet = rendezvous or Rendezvous(
         endpoint=f"{LOOPBACK}:0", local_address=LOOPBACK, max_restarts=0
     )
@@ -59,8 +60,10 @@ def worker_command(
     if meet.local_address is not None:
         options["--local-addr"] = meet.local_address
     words = [word for name, value in options.items() for word in (name, str(value))]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", *words]
-    return [*torchrun, "-m", "tightfit.clusters.local.workers", worker, str(run)]
+    torchrun = [sys.executable, *module_words("torch.distributed.run", *words)]
+    # torchrun's own `-m` would search the current folder.
+    started = [sys.executable, *module_words("tightfit.clusters.local.workers", worker, str(run))]
+    return [*torchrun, "--no-python", *started]
 
 
 def worker_environment(

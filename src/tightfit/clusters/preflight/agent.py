@@ -46,6 +46,7 @@ from tightfit.clusters.preflight.observations import (
     StreamResult,
 )
 from tightfit.core.child_process import ChildProcess, Message, open_output
+from tightfit.core.import_path import module_words
 from tightfit.core.packages import __version__
 from tightfit.hardware.machine import read_driver, read_free_disk, read_machine
 
@@ -632,7 +633,7 @@ class TorchProcess:
 
     def start(self) -> None:
         module = "tightfit.clusters.preflight.collective"
-        self._child = ChildProcess([sys.executable, "-m", module])
+        self._child = ChildProcess([sys.executable, *module_words(module)])
         self._answers = iter(self._child)
 
     def facts(self) -> Message:

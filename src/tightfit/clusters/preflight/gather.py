@@ -46,6 +46,7 @@ from tightfit.core.child_process import Message
 from tightfit.core.errors import SetupError, UserError
 from tightfit.core.findings import Status
 from tightfit.core.frozen import Frozen
+from tightfit.core.import_path import module_words
 from tightfit.hardware.checkup import Checkup
 
 END_SECONDS = 1.0
@@ -531,7 +532,7 @@ class PreflightReport(Checkup):
 def make_agent_command(site: Site, prefix: str) -> AgentCommand:
     """The agent's command as the site starts everything: set-up lines first, then its Python."""
     unset = [word for name in DROPPED_VARIABLES for word in ("-u", name)]
-    argv = after_setup(site, [*site.python_argv, "-m", AGENT])
+    argv = after_setup(site, [*site.python_argv, *module_words(AGENT)])
     if site.container_image is not None and prefix.startswith("srun "):
         prefix = f"{prefix} --container-image={shlex.quote(site.container_image)}"
     return AgentCommand(prefix=prefix, argv=("env", *unset, *argv), env=site.environment)

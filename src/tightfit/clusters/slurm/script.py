@@ -24,6 +24,7 @@ from tightfit.clusters.requirements import (
 )
 from tightfit.clusters.site import Site, SlurmSite
 from tightfit.core.errors import EXIT_REQUEUE, UsageError
+from tightfit.core.import_path import LAUNCHER, module_words
 from tightfit.core.units import MIB
 from tightfit.hardware.inventory import ClusterNode, Inventory
 from tightfit.planning.plan import Plan
@@ -321,14 +322,20 @@ def _prelude(job: BatchJob, site: Site) -> Iterator[str]:
     if job.resources is not None and job.resources.cores is not None:
         yield "# Since Slurm 22.05 srun takes this from nowhere else."
         yield f"export SRUN_CPUS_PER_TASK={job.resources.cores}"
+    yield "# As -P -m, which needs Python 3.11: without the current folder on the search path."
+    yield f"export {LAUNCHER_VARIABLE}={shlex.quote(LAUNCHER)}"
     yield "# With --export=NONE of sbatch, srun would keep all of this from the job."
     yield "export SLURM_EXPORT_ENV=ALL"
     yield ""
 
 
+LAUNCHER_VARIABLE = "launcher"
+
+
 def join_argv(words: Sequence[str]) -> str:
-    """Words as a shell reads them back; variables in double quotes are left to expand."""
-    return " ".join(word if word.startswith('"$') else shlex.quote(word) for word in words)
+    """Words as a script's shell reads them back; variables in double quotes are left to expand."""
+    named = (f'"${LAUNCHER_VARIABLE}"' if word == LAUNCHER else word for word in words)
+    return " ".join(word if word.startswith('"$') else shlex.quote(word) for word in named)
 
 
 # The batch job that trains: from a plan and its run folder to the script's lines.
@@ -368,7 +375,7 @@ def _body(spec: JobSpec, site: Site, max_requeues: int) -> Iterator[str]:
     if num_nodes > 1:
         yield from _start_on_several(join_argv(srun), site, num_nodes)
     else:
-        train = [*site.python_argv, "-m", "tightfit", "train", '"$run"', "--as-planned"]
+        train = [*site.python_argv, *module_words("tightfit", "train", '"$run"', "--as-planned")]
         yield f"{srun[0]} --ntasks=1 \\"
         for option in srun[1:]:
             yield f"  {shlex.quote(option)} \\"
@@ -385,7 +392,7 @@ def _start_on_several(srun: str, site: Site, count: int) -> Iterator[str]:
     """Each node finds its address on the route to the head, and the head to its neighbour."""
     python = join_argv(site.python_argv)
     device = f" {shlex.quote(site.interface)}" if site.interface else ""
-    find = f"{python} -m tightfit.clusters.nodes"
+    find = f"{python} {join_argv(module_words('tightfit.clusters.nodes'))}"
     yield "# Where the nodes meet: the first one's address on the network between them."
     yield 'nodes=($(scontrol show hostnames "$SLURM_JOB_NODELIST"))'
     yield "export run second=${nodes[1]} port=$((20000 + SLURM_JOB_ID % 10000))"
@@ -407,7 +414,8 @@ def _on_each(python: str, find: str, device: str, *, count: int) -> Iterator[str
     yield f'me=($({find} "$peer"{device})) || exit'
     yield "# All nodes print the same: the first prints it here, the others in files."
     yield 'if [ "$SLURM_NODEID" != 0 ]; then exec >>"$run/node-$SLURM_NODEID.out" 2>&1; fi'
-    yield f'{python} -m tightfit train "$run" --as-planned --nodes {count} \\'
+    train = join_argv(module_words("tightfit", "train", '"$run"', "--as-planned"))
+    yield f"{python} {train} --nodes {count} \\"
     yield '  --rendezvous "$head:$port" --node-rank "$SLURM_NODEID" \\'
     yield '  --local-addr "${me[0]}" --interface "${me[1]}"'
     yield "code=$?"

@@ -26,6 +26,7 @@ from tightfit.clusters.staging.store import Layout, from_ranges
 from tightfit.clusters.staging.transfer import make_token
 from tightfit.core.child_process import Message
 from tightfit.core.errors import NotFoundError, SetupError, UsageError
+from tightfit.core.import_path import module_words
 from tightfit.core.units import GIB, MIB
 from tightfit.hardware.command import RunCommand, run_command
 from tightfit.hardware.slurm import probe_slurm_inventory
@@ -94,7 +95,7 @@ def _srun_prefix(partition: str, site: Site, num_bytes: int) -> str:
 
 def agent_command(site: Site) -> list[str]:
     """The words that start a node's agent, after the site's own lines."""
-    return after_setup(site, [site.python or sys.executable, "-m", AGENT_MODULE])
+    return after_setup(site, [site.python or sys.executable, *module_words(AGENT_MODULE)])
 
 
 class StagingNode(Protocol):

@@ -16,6 +16,7 @@ from pathlib import Path
 from tightfit.core.child_process import ChildProcess, Message
 from tightfit.core.errors import DoesNotFitError, SetupError, UserError
 from tightfit.core.files import partial_path, publish_folder, write_atomic
+from tightfit.core.import_path import module_words
 from tightfit.core.progress import CountProgress
 from tightfit.estimation.weights import largest_layer
 from tightfit.export.formats import ExportFormat
@@ -196,7 +197,7 @@ def worker_command(python: str | None, job_path: Path) -> list[str]:
     """By module in our own environment, by path in another, which need not have tightfit."""
     words = [str(job_path), str(os.getpid())]
     if python is None or Path(python) == Path(sys.executable):
-        return [sys.executable, "-m", gptq_worker.__name__, *words]
+        return [sys.executable, *module_words(gptq_worker.__name__, *words)]
     return [python, str(Path(gptq_worker.__file__).resolve()), *words]
 
 

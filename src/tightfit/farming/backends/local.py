@@ -14,6 +14,7 @@ from pathlib import Path
 import psutil
 
 from tightfit.clusters.local.workers import start_with_log
+from tightfit.core.import_path import module_words
 from tightfit.farming.worker_pool import (
     THREADS_VARIABLE,
     StartedWorkers,
@@ -23,7 +24,7 @@ from tightfit.farming.worker_pool import (
 
 END_SECONDS = 20.0
 """For a worker to return its leases, before it is killed."""
-WORKER_COMMAND = ("-m", "tightfit.farming.worker")
+WORKER_COMMAND = tuple(module_words("tightfit.farming.worker"))
 
 
 class LocalStarter:

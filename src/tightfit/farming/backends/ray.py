@@ -8,7 +8,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -73,6 +73,7 @@ def connect_ray() -> Any:
         ray.init(
             address=address,
             namespace=NAMESPACE,
+            job_config=_make_job_config(),
             log_to_driver=False,
             configure_logging=False,
         )
@@ -83,6 +84,20 @@ def connect_ray() -> Any:
             "RAY_AUTH_TOKEN_PATH where it asks for a token",
         ) from error
     return ray
+
+
+class _NoFolders(list[str]):
+    """Ray adds the current folder to it, for its workers to import from."""
+
+    def extend(self, _: Iterable[str]) -> None:
+        pass
+
+
+def _make_job_config() -> Any:
+    """Workers import what is installed on their node, and nothing from a folder of ours."""
+    config = import_module("ray.job_config").JobConfig()
+    config._py_driver_sys_path = _NoFolders()
+    return config
 
 
 def disconnect_ray() -> None:

@@ -23,6 +23,7 @@ import torch
 from torch import distributed
 from torch.nn import functional
 
+from tightfit.core.import_path import module_words
 from tightfit.core.units import GIB, MIB
 from tightfit.hardware.calibration import CollectiveTime, HostLink
 from tightfit.hardware.machine import read_driver
@@ -69,9 +70,13 @@ def measure_collectives(
     ):
 
         def run(rank: int) -> subprocess.CompletedProcess[str]:
-            words = [sys.executable, "-m", MODULE, folder, backend, str(num_ranks), str(rank)]
+            words = module_words(MODULE, folder, backend, str(num_ranks), str(rank))
             return subprocess.run(
-                words, capture_output=True, text=True, timeout=timeout_seconds, check=False
+                [sys.executable, *words],
+                capture_output=True,
+                text=True,
+                timeout=timeout_seconds,
+                check=False,
             )
 
         try:
@@ -150,7 +155,7 @@ def measure_context() -> tuple[int | None, str]:
     environ = {**os.environ, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     try:
         done = subprocess.run(
-            [sys.executable, "-m", MODULE, "context"],
+            [sys.executable, *module_words(MODULE, "context")],
             capture_output=True,
             text=True,
             env=environ,
