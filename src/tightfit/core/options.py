@@ -53,6 +53,11 @@ class Option:
         if isinstance(value, bool):
             return value
         typed = str(value)
+        if "\0" in typed:
+            raise UsageError(
+                f"`{self.name}` was given a NUL byte, which is in no name and no text.",
+                remedy=f"leave it out of {self.name}",
+            )
         if self.example and not typed.strip():
             # Mostly a shell variable that nobody set.
             suggestion = f"{self.example} in its place"

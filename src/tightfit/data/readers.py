@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
 from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError, UserError
-from tightfit.core.files import describe_kind
+from tightfit.core.reading import describe_kind, join_inside, open_regular, read_json_file
 from tightfit.core.text import did_you_mean, printable
 
 # How far reading has come, reported about five times a second.
@@ -166,7 +166,7 @@ def open_data(path: Path, meter: ReadMeter | None = None) -> Iterator[IO[bytes]]
     """The file's plain bytes. Compression is recognised by content, whatever the name."""
     require_file(path)
     try:
-        with path.open("rb") as raw:
+        with open_regular(path) as raw:
             head = raw.read(_PROBE_BYTES)
     except OSError as error:
         raise unreadable(path, error) from error
@@ -174,7 +174,7 @@ def open_data(path: Path, meter: ReadMeter | None = None) -> Iterator[IO[bytes]]
         raise InvalidInputError(f"{path} is empty.", remedy=WRITE_ROWS)
     compression = _compression(path, head)
     try:
-        with path.open("rb") as raw, _unpack(path, raw, compression) as stream:
+        with open_regular(path) as raw, _unpack(path, raw, compression) as stream:
             is_packed = compression is not None
             metered = _MeteredStream(path, raw, stream, meter or ReadMeter(), is_packed=is_packed)
             yield cast(IO[bytes], metered)
@@ -684,7 +684,7 @@ def saved_files(folder: Path) -> list[str] | None:
     Other Arrow files beside them are caches of `map` and `filter`.
     """
     try:
-        state = json.loads((folder / _STATE).read_bytes())
-        return [str(item["filename"]) for item in state["_data_files"]]
+        state = read_json_file(folder / _STATE)
+        return [join_inside(folder, item["filename"]).name for item in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError):
         return None

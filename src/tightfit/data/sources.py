@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from tightfit.core.errors import InvalidInputError, UsageError, UserError
+from tightfit.core.reading import open_regular
 from tightfit.core.strategy import DataSource
 from tightfit.data.formats import RowFormat, recognise_format
 from tightfit.data.readers import (
@@ -421,7 +422,7 @@ def digest_sources(sources: Sequence[OpenedSource]) -> str:
             digest.update(f"\n{path} ".encode("utf-8", "surrogateescape"))
             one = hashlib.blake2b(digest_size=16)
             try:
-                with path.open("rb") as stream:
+                with open_regular(path) as stream:
                     while chunk := stream.read(_HASH_BYTES):
                         one.update(chunk)
             except OSError as error:

@@ -22,6 +22,7 @@ from tightfit.core.errors import InvalidInputError, SetupError, UsageError
 from tightfit.core.files import publish_folder, write_atomic
 from tightfit.core.frozen import Frozen
 from tightfit.core.progress import Progress
+from tightfit.core.reading import read_json_file
 from tightfit.core.strategy import Strategy
 from tightfit.data.templates import choose_template
 from tightfit.data.tokenizer import load_tokenizer
@@ -222,7 +223,7 @@ def plan_merge(adapter: Path, base: Path, dtype: torch.dtype | None = None) -> M
     config = _check_config(adapter, PeftConfig)
     weights = _load_weights(adapter)
     model = _build_base(base, weights)
-    config_file = json.loads((base / "config.json").read_bytes())
+    config_file = read_json_file(base / "config.json", allows_infinity=True)
     text = config_file.get("text_config") or {}
     num_embeddings = _num_embeddings(model)
     is_resized = num_embeddings != (config_file.get("vocab_size") or text.get("vocab_size"))
@@ -590,7 +591,7 @@ def _check_request(request: MergeRequest) -> tuple[Artefact, Path]:
             remedy=f"merge it first, then: tightfit quantize {request.target} "
             f"--to {request.dtype.value}",
         )
-    config = json.loads((artefact.base / "config.json").read_bytes())
+    config = read_json_file(artefact.base / "config.json", allows_infinity=True)
     if read_quant_method(config) not in (None, MXFP4):
         raise InvalidInputError(
             f"The base model in {artefact.base} is quantized, and an adapter is merged into "
@@ -613,7 +614,7 @@ def _write_model(request: MergeRequest, plan: MergePlan, work: Path) -> None:
     if artefact.template is not None:
         chosen = choose_template(artefact.template, load_tokenizer(artefact.tokenizer))
         write_atomic(work / "chat_template.jinja", chosen.text)
-    config = json.loads((artefact.base / "config.json").read_bytes())
+    config = read_json_file(artefact.base / "config.json", allows_infinity=True)
     plan.update_config(config)
     if plan.missing:
         config.pop("quantization_config", None)  # what was packed is not any more

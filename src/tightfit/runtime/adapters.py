@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import warnings
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError, UsageError
+from tightfit.core.reading import read_json_file
 from tightfit.core.settings import ALL_LINEAR, EXPERTS
 from tightfit.core.strategy import Strategy, Training
 from tightfit.core.text import did_you_mean
@@ -252,7 +252,7 @@ def _check_adapter_files(folder: Path) -> None:
             remedy="name a folder that a run has left: RUN/adapter",
         )
     try:
-        json.loads(settings.read_bytes())
+        read_json_file(settings)
     except ValueError as error:
         raise InvalidInputError(
             f"{settings} is not JSON: {error}.", remedy="copy the adapter again"

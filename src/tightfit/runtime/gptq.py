@@ -8,7 +8,6 @@ torch layers of AutoGPTQ and auto-round.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 from torch import nn
 
 from tightfit.core.errors import InvalidInputError
+from tightfit.core.reading import read_json_file
 from tightfit.runtime.attention import choose_inference_attention, read_model_config
 from tightfit.runtime.libraries import silence_libraries
 from tightfit.runtime.load import auto_class, check_missing, fill_buffers
@@ -259,7 +259,7 @@ def _load_packed(folder: Path, model: Any, settings: GptqConfig, dtype: torch.dt
 def _read_stated(folder: Path) -> dict[str, Any]:
     for name, key in (("config.json", "quantization_config"), ("quantize_config.json", None)):
         try:
-            found = json.loads((folder / name).read_bytes())
+            found = read_json_file(folder / name, allows_infinity=True)
         except (OSError, ValueError):
             continue
         stated = found.get(key) if key else found

@@ -17,6 +17,7 @@ from pydantic import ValidationError
 from tightfit.core.child_process import ChildProcess, Message
 from tightfit.core.errors import InvalidInputError, UserError
 from tightfit.core.files import cache_folder, write_atomic
+from tightfit.core.reading import read_json_file
 from tightfit.models import resolve
 from tightfit.models.families import parts
 from tightfit.models.families.parts import ConfigFields
@@ -78,7 +79,7 @@ def _ask(config: str) -> Message:
     """The worker's answer, from the cache where it has one."""
     try:
         path = _cache_path(config)
-        found = json.loads(path.read_bytes())
+        found = read_json_file(path)
         if isinstance(found, dict):
             return found
     except (OSError, UserError, ValueError):
