@@ -137,7 +137,7 @@ def parse_json(
 
     try:
         value = json.loads(
-            data,
+            data if isinstance(data, str) else data.decode("utf-8-sig"),
             parse_int=_parse_int,
             parse_float=parse_float,
             parse_constant=parse_float,

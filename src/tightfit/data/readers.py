@@ -325,6 +325,16 @@ def check_is_text(path: Path, head: bytes) -> None:
         )
 
 
+def is_readable_head(path: Path, head: bytes) -> bool:
+    """Whether a file that begins so is compressed, or can be text."""
+    try:
+        if _compression(path, head) is None:
+            check_is_text(path, head[:_PROBE_BYTES])
+    except InvalidInputError:
+        return False
+    return True
+
+
 def wrong_encoding(path: Path, line: int, error: UnicodeDecodeError) -> InvalidInputError:
     byte = error.object[error.start]
     return InvalidInputError(
@@ -593,6 +603,7 @@ def read_parquet(path: Path, meter: ReadMeter | None = None) -> Iterator[Row]:
             for batch in file.iter_batches(batch_size=_BATCH_ROWS):
                 if meter is not None:
                     meter.move_to(size * number // num_rows)
+                batch.validate(full=True)
                 for values in batch.to_pylist():
                     number += 1
                     yield Row(values, path, number, "row")
@@ -657,6 +668,8 @@ def read_arrow(path: Path, meter: ReadMeter | None = None) -> Iterator[Row]:
     try:
         with arrow.memory_map(str(path)) as source:
             for batch in _batches(arrow, source):
+                # Offsets beyond a buffer would be read as they are, and crash the process.
+                batch.validate(full=True)
                 if meter is not None:
                     meter.move_to(min(int(source.tell()), size))
                 for piece in range(0, batch.num_rows, _BATCH_ROWS):

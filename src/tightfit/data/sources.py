@@ -24,6 +24,7 @@ from tightfit.data.readers import (
     Row,
     file_mode,
     file_size,
+    is_readable_head,
     open_data,
     read_arrow,
     read_csv,
@@ -423,8 +424,12 @@ def digest_sources(sources: Sequence[OpenedSource]) -> str:
             one = hashlib.blake2b(digest_size=16)
             try:
                 with open_regular(path) as stream:
-                    while chunk := stream.read(_HASH_BYTES):
-                        one.update(chunk)
+                    chunk = stream.read(_HASH_BYTES)
+                    one.update(chunk)
+                    # What is no text is not read on, however long it is.
+                    if _kind(path) not in _READERS or is_readable_head(path, chunk):
+                        while chunk := stream.read(_HASH_BYTES):
+                            one.update(chunk)
             except OSError as error:
                 raise unreadable(path, error) from error
             digest.update(one.digest())
