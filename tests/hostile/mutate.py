@@ -41,8 +41,31 @@ NUMBERS = (
     *(10**4000, 0.0, -0.0, 0.5, 1e-320, 1e308, -1e308, 1e18),
     *(float("inf"), float("-inf"), float("nan")),
 )
-VALUES: tuple[Any, ...] = (None, True, False, [], {}, [[]], {"": {}}, *NUMBERS, *NAMES, "1e9", "nan")
-_BYTES = (b"\x00", b"\xff", b"\xef\xbb\xbf", b"\xed\xa0\x80", b"\x80", b"[", b"{", b'"', b"\n", b"\\u")
+VALUES: tuple[Any, ...] = (
+    None,
+    True,
+    False,
+    [],
+    {},
+    [[]],
+    {"": {}},
+    *NUMBERS,
+    *NAMES,
+    "1e9",
+    "nan",
+)
+_BYTES = (
+    b"\x00",
+    b"\xff",
+    b"\xef\xbb\xbf",
+    b"\xed\xa0\x80",
+    b"\x80",
+    b"[",
+    b"{",
+    b'"',
+    b"\n",
+    b"\\u",
+)
 
 
 def mutate_bytes(rng: Random, data: bytes) -> bytes:
@@ -70,7 +93,7 @@ def mutate_bytes(rng: Random, data: bytes) -> bytes:
 
 
 def mutate_text(rng: Random, text: str) -> str:
-    """The text with words doubled, dropped or replaced by hostile ones, lines reordered or indented."""
+    """The text with lines doubled, cut, indented, opened and never closed, or given other values."""
     lines = text.split("\n")
     for _ in range(rng.randint(1, 4)):
         number = rng.randrange(len(lines))
@@ -85,16 +108,20 @@ def mutate_text(rng: Random, text: str) -> str:
             case 3:
                 lines[number] = lines[number][: rng.randint(0, len(lines[number]))]
             case 4:
-                lines[number] += rng.choice(("[", "{", "'", '"', "&a", "*a", "!!python/name:os", "\t"))
+                lines[number] += rng.choice(
+                    ("[", "{", "'", '"', "&a", "*a", "!!python/name:os", "\t")
+                )
             case 5:
-                lines.insert(number, rng.choice(("- ", "[", "{a: ", "? ")) * rng.choice((1, 50, 5000)))
+                lines.insert(
+                    number, rng.choice(("- ", "[", "{a: ", "? ")) * rng.choice((1, 50, 5000))
+                )
             case _:
                 lines.insert(number, f"{_spell(rng, rng.choice(NAMES))}: {rng.randint(-9, 9)}")
     return "\n".join(lines)
 
 
 def mutate_tree(rng: Random, tree: Any, *, most: int = 3) -> Any:
-    """A copy of a JSON tree in which one to `most` values are replaced, dropped, moved or nested."""
+    """A copy of a JSON tree with one to `most` values replaced, dropped, moved or nested."""
     found = copy.deepcopy(tree)
     for _ in range(rng.randint(1, most)):
         places = list(_walk(found))
@@ -105,7 +132,7 @@ def mutate_tree(rng: Random, tree: Any, *, most: int = 3) -> Any:
             case 0:
                 del holder[key]
             case 1:
-                holder[key] = nest(rng.choice(VALUES), rng.choice((1, 20, 300)), rng)
+                holder[key] = nest(rng.choice(VALUES), rng.choice((1, 20, 130)), rng)
             case 2:
                 other, name = rng.choice(places)
                 holder[key] = copy.deepcopy(other[name])
@@ -129,25 +156,29 @@ def nest(value: Any, depth: int, rng: Random) -> Any:
 
 def write_json(rng: Random, tree: Any) -> bytes:
     """The tree as JSON text, at times with what Python never writes."""
-    # Deep trees are spelt out by hand: the library's own encoder gives up on them.
     text = json.dumps(tree).encode("utf-8", "surrogatepass")
-    match rng.randrange(12):
-        case 0:
-            return mutate_bytes(rng, text)
-        case 1:
-            return b"[" * 100_000 + text
-        case 2:
-            return b'{"a":' * 50_000 + text
-        case 3:
-            return text.replace(b":", b": " + b"9" * 5000 + b", ", 1)
-        case 4:
-            return text.decode("utf-8", "replace").encode("utf-16")
-        case 5:
-            return text.replace(b"e", b"\\ud800", 1)
-    return text
+    changes: tuple[Callable[[], bytes], ...] = (
+        lambda: mutate_bytes(rng, text),
+        lambda: b"[" * 100_000 + text,
+        lambda: b'{"a":' * 50_000 + text,
+        lambda: text.replace(b":", b": " + b"9" * 5000 + b", ", 1),
+        lambda: text.decode("utf-8", "replace").encode("utf-16"),
+        lambda: text.replace(b"e", b"\\ud800", 1),
+    )
+    return rng.choice(changes)() if rng.random() < 0.5 else text
 
 
-SPECIAL_FILES = ("pipe", "zero", "folder", "dangling", "circle", "empty", "huge", "socket", "missing")
+SPECIAL_FILES = (
+    "pipe",
+    "zero",
+    "folder",
+    "dangling",
+    "circle",
+    "empty",
+    "huge",
+    "socket",
+    "missing",
+)
 
 
 def plant_special(rng: Random, path: Path) -> str:

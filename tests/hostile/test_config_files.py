@@ -9,9 +9,9 @@ from random import Random
 from typing import Any
 
 import pytest
-
-from conftest import StartTrials
 from mutate import mutate_tree, plant_special, write_json
+
+from hostile_trials import StartTrials
 from tightfit.models.catalogue import list_models, read_row
 
 _FOLDER = files("tightfit.catalogue").joinpath("models")

@@ -13,9 +13,9 @@ from random import Random
 from typing import Any
 
 import pytest
-
-from conftest import StartTrials
 from mutate import NAMES, VALUES, mutate_bytes, mutate_text, mutate_tree, plant_special, write_json
+
+from hostile_trials import StartTrials
 
 ROWS: list[dict[str, Any]] = [
     {"prompt": f"What is {number} and {number}?", "completion": f"It is {2 * number}."}

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import yaml
-
-from conftest import StartTrials
 from mutate import mutate_bytes, mutate_text, mutate_tree, plant_special
+
+from hostile_trials import StartTrials
 
 RECIPE: dict[str, Any] = {
     "model": "MODEL",
@@ -39,11 +39,14 @@ ROWS = '{"prompt": "add 1 and 1", "completion": "that is 2"}\n' * 8
 
 
 def make_text(rng: Random, tree: Any) -> bytes:
-    if rng.random() < 0.5:
-        mutated = mutate_tree(rng, tree)
-        text = yaml.safe_dump(_plain(mutated), sort_keys=False, allow_unicode=rng.random() < 0.5)
-        data = text.encode("utf-8", "surrogatepass")
-    else:
+    try:
+        is_tree = rng.random() < 0.5
+        mutated = _plain(mutate_tree(rng, tree)) if is_tree else {}
+        text = yaml.safe_dump(mutated, sort_keys=False, allow_unicode=rng.random() < 0.5)
+    except RecursionError:  # of the writer
+        is_tree, text = False, ""
+    data = text.encode("utf-8", "surrogatepass")
+    if not is_tree:
         data = mutate_text(rng, yaml.safe_dump(tree, sort_keys=False)).encode("utf-8", "replace")
     return mutate_bytes(rng, data) if rng.random() < 0.1 else data
 
@@ -92,7 +95,7 @@ def test_recipes(trials: StartTrials, model: Path) -> None:
         "model: gpt2\non: T4\ndata: " + "a" * 300,
         "model: gpt2\non: T4\ndata: /dev/zero",
     ],
-    ids=range(11),
+    ids=map(str, range(11)),
 )
 def test_texts_that_once_failed(trials: StartTrials, verb: str, text: str) -> None:
     def make(folder: Path) -> list[str]:

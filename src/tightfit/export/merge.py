@@ -18,7 +18,7 @@ import psutil
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from tightfit.core.dtypes import MXFP4, Dtype
-from tightfit.core.errors import InvalidInputError, SetupError, UsageError
+from tightfit.core.errors import InvalidInputError, SetupError, UsageError, first_line
 from tightfit.core.files import publish_folder, write_atomic
 from tightfit.core.frozen import Frozen
 from tightfit.core.progress import Progress
@@ -29,7 +29,7 @@ from tightfit.data.tokenizer import load_tokenizer
 from tightfit.export.verify.verdict import Verdict
 from tightfit.hardware.machine import read_peak_memory_bytes, reset_peak_memory
 from tightfit.models.config import read_quant_method
-from tightfit.runtime.adapters import load_adapter
+from tightfit.runtime.adapters import check_adapter_config, load_adapter
 from tightfit.runtime.libraries import silence_libraries, torch_dtype
 from tightfit.runtime.load import build_model, load_base, read_config
 from tightfit.runtime.model_files import Artefact, ArtefactKind, copy_tuned_tokenizer_files
@@ -256,8 +256,15 @@ def plan_merge(adapter: Path, base: Path, dtype: torch.dtype | None = None) -> M
                 if hasattr(module, "_move_adapter_to_device_of_base_layer"):
                     module._move_adapter_to_device_of_base_layer = lambda *_, **__: None
             result: Any = set_peft_model_state_dict(peft_model, weights, low_cpu_mem_usage=True)
-    except (RuntimeError, ValueError, KeyError, TypeError, NotImplementedError) as error:
-        raise _mismatch_error(adapter, base, str(error).splitlines()[0]) from error
+    except (
+        RuntimeError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        NotImplementedError,
+    ) as error:
+        raise _mismatch_error(adapter, base, first_line(error)) from error
     if result.unexpected_keys:
         raise _mismatch_error(adapter, base, f"{result.unexpected_keys[0]} has no place in it")
     plan.model = peft_model.base_model.model
@@ -387,9 +394,10 @@ def _merge_layer(layer: Any, attribute: str, value: torch.Tensor, name: str) -> 
 
 def _check_config(adapter: Path, peft_config: Any) -> Any:
     """The adapter's config. Raises for kinds that cannot be merged."""
+    check_adapter_config(adapter)
     try:
         config = peft_config.from_pretrained(str(adapter))
-    except (ValueError, KeyError, TypeError, OSError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise InvalidInputError(
             f"{adapter / 'adapter_config.json'} cannot be read: {str(error).splitlines()[0]}",
             remedy="copy the adapter again, or pip install -U peft",

@@ -44,7 +44,9 @@ def resolve_model(name: str) -> ModelSpec:
 
 def read_unknown(f: ConfigFields) -> ModelSpec:
     """From the module tree on the meta device, else generically, with a warning."""
-    if not {"torch", "transformers"} <= set(list_versions()):
+    # Without a `model_type` transformers knows no more than we do.
+    is_named = bool(f.text("model_type", default=""))
+    if not is_named or not {"torch", "transformers"} <= set(list_versions()):
         return read_generic(f)
     for keys, most in _BOUNDS:
         for key in keys:
