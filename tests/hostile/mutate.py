@@ -93,7 +93,7 @@ def mutate_bytes(rng: Random, data: bytes) -> bytes:
 
 
 def mutate_text(rng: Random, text: str) -> str:
-    """The text with lines doubled, cut, indented, opened and never closed, or given other values."""
+    """The text with lines doubled, cut, indented, opened and never closed, or changed."""
     lines = text.split("\n")
     for _ in range(rng.randint(1, 4)):
         number = rng.randrange(len(lines))

@@ -14,7 +14,13 @@ from mutate import mutate_bytes, mutate_tree, plant_special, write_json
 from hostile_trials import StartTrials
 from made_runs import make_run
 
-FILES = ("plan.json", "state.json", "metrics.jsonl", "tokens.json", "environment.json")
+FILES: tuple[str, ...] = (
+    "plan.json",
+    "state.json",
+    "metrics.jsonl",
+    "tokens.json",
+    "environment.json",
+)
 FILES += ("report.json", "recipe.json", "launcher.lock", "adapter/adapter_config.json")
 
 

@@ -126,11 +126,11 @@ def mutate_header(rng: Random, path: Path) -> None:
             first, *rest = entry["shape"]
             entry["shape"] = rng.choice(([*rest, first], [1, first, *rest], [first * 2, *rest]))
         case 10:
-            return path.write_bytes(mutate_bytes(rng, content)) and None
+            path.write_bytes(mutate_bytes(rng, content))
+            return
         case _:
             header = mutate_tree(rng, header)
     path.write_bytes(join(text or write_json(rng, header), data, length))
-    return None
 
 
 def make_case(rng: Random, folder: Path, home: Path) -> list[str]:

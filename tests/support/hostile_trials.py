@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import sys
 import time
 import traceback
 from collections import Counter
@@ -146,7 +145,7 @@ def _time_limit() -> Iterator[None]:
 
     previous = signal.signal(signal.SIGALRM, stop)
     signal.setitimer(signal.ITIMER_REAL, MOST_SECONDS)
-    faulthandler.dump_traceback_later(6 * MOST_SECONDS, exit=True, file=sys.__stderr__)
+    faulthandler.dump_traceback_later(6 * MOST_SECONDS, exit=True, file=2)
     try:
         yield
     finally:
