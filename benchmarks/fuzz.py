@@ -4,8 +4,8 @@
     python benchmarks/fuzz.py --check   # prints it alone; fails where a case ended badly
 
 TIGHTFIT_FUZZ_CASES sets another number of cases. The cases are seeded: the same number gives the
-same ones. Refused: one error with a remedy. A failure: a traceback, a hang of more than 10 s, or
-1 GiB of memory beside the command's own.
+same ones. Refused: one error with a remedy. A failure: a traceback, 10 s of CPU time, a wait
+of 40 s, or 1 GiB of memory beside the command's own.
 """
 
 from __future__ import annotations

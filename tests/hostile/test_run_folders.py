@@ -14,14 +14,9 @@ from mutate import mutate_bytes, mutate_tree, plant_special, write_json
 from hostile_trials import StartTrials
 from made_runs import make_run
 
-FILES: tuple[str, ...] = (
-    "plan.json",
-    "state.json",
-    "metrics.jsonl",
-    "tokens.json",
-    "environment.json",
-)
-FILES += ("report.json", "recipe.json", "launcher.lock", "adapter/adapter_config.json")
+FILES: tuple[str, ...] = ("plan.json", "state.json", "metrics.jsonl", "tokens.json")
+FILES += ("environment.json", "report.json", "recipe.json", "launcher.lock")
+FILES += ("adapter/adapter_config.json",)
 
 
 @pytest.fixture(scope="module")

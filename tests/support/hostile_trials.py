@@ -27,6 +27,9 @@ CASES_VARIABLE = "TIGHTFIT_FUZZ_CASES"
 REPORT_VARIABLE = "TIGHTFIT_FUZZ_REPORT"
 """A file that gets a JSON line for each kind."""
 MOST_SECONDS = 10
+"""Of CPU time: other tests run at the same time."""
+MOST_WAITING_SECONDS = 40
+"""Of a case in all; nothing here waits for anything."""
 MOST_BYTES = 2**30
 _MOST_SHOWN = 5
 MakeCase = Callable[[Random, Path], Sequence[str]]
@@ -102,7 +105,7 @@ class Trials:
             with _time_limit():
                 code = main(words)
         except HangError:
-            problem = f"did not end within {MOST_SECONDS} s"
+            problem = f"did not end within {MOST_SECONDS} s, or waited for {MOST_WAITING_SECONDS} s"
         except BaseException as error:
             problem = "".join(traceback.format_exception(error)[-4:])
         seconds = time.monotonic() - start
@@ -138,20 +141,26 @@ class Trials:
 
 @contextmanager
 def _time_limit() -> Iterator[None]:
-    """HangError in Python code; what hangs in a library ends the whole run with a traceback."""
+    """HangError in Python code; what hangs in a library ends the whole run."""
 
     def stop(*_: object) -> None:
         raise HangError
 
-    previous = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, MOST_SECONDS)
-    faulthandler.dump_traceback_later(6 * MOST_SECONDS, exit=True, file=2)
+    timers = (
+        (signal.ITIMER_PROF, signal.SIGPROF, MOST_SECONDS),
+        (signal.ITIMER_REAL, signal.SIGALRM, MOST_WAITING_SECONDS),
+    )
+    previous = [signal.signal(kind, stop) for _, kind, _ in timers]
+    for timer, _, seconds in timers:
+        signal.setitimer(timer, seconds)
+    faulthandler.dump_traceback_later(3 * MOST_WAITING_SECONDS, exit=True, file=2)
     try:
         yield
     finally:
         faulthandler.cancel_dump_traceback_later()
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, previous)
+        for (timer, kind, _), handler in zip(timers, previous, strict=True):
+            signal.setitimer(timer, 0)
+            signal.signal(kind, handler)
 
 
 def _reset_peak() -> int:
