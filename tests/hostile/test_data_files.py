@@ -142,3 +142,12 @@ def test_a_pipe_is_no_data(trials: StartTrials, model: Path, name: str) -> None:
         return ["prepare", str(model), "--data", name]
 
     assert trials("data pipes").run_one(name, make) == 4
+
+
+def test_a_key_that_is_no_text_once_failed(trials: StartTrials, model: Path) -> None:
+    def make(folder: Path) -> list[str]:
+        rows = '{"prompt": "a", "completion": "b"}\n{"prompt": "a", "\\ud800completion": "b"}\n'
+        (folder / "rows.jsonl").write_text(rows)
+        return ["prepare", str(model), "--data", "rows.jsonl", "--skip-invalid"]
+
+    assert trials("data keys").run_one("key", make) == 0

@@ -401,8 +401,22 @@ def _parse_line(raw: bytes, path: Path, number: int) -> Item:
     return _as_row(value, path, number)
 
 
+def _is_text(name: str) -> bool:
+    """Whether it can be written; JSON can spell half of a surrogate pair."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _as_row(value: Any, path: Path, number: int, unit: str = "line") -> Item:
     if isinstance(value, dict):
+        if any(not name.isprintable() and not _is_text(name) for name in value):
+            return InvalidInputError(
+                f"{place(path, number, unit)} has a key with half of a surrogate pair.",
+                remedy="write the key as text",
+            )
         return Row(value, path, number, unit)
     return InvalidInputError(
         f"{place(path, number, unit)} is {json_type_name(value)}, not an object with keys: "
@@ -478,6 +492,8 @@ class _JsonText:
         chunks: list[bytes] = []
         num_bytes = 0
         while chunk := stream.read(_CHUNK_BYTES):
+            if not chunks:
+                check_is_text(path, chunk[:_PROBE_BYTES])
             chunks.append(chunk)
             num_bytes += len(chunk)
             if num_bytes > MAX_JSON_BYTES:
@@ -487,7 +503,6 @@ class _JsonText:
                     f"`jq -c '.[]' {path.name} > rows.jsonl` does so for a list",
                 )
         data = b"".join(chunks)
-        check_is_text(path, data[:_PROBE_BYTES])
         try:
             self._text = data.decode("utf-8-sig")
         except UnicodeDecodeError as error:
