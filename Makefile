@@ -21,7 +21,7 @@ ON_CLUSTER = tests/integration/$(CLUSTER)
 SPEEDS = $(ON_CLUSTER)/test_cluster_stage.py::test_the_chosen_way_is_near_the_best
 ON_SLURM = $(foreach file,farm inventory lab submit,$(ON_CLUSTER)/test_cluster_$(file).py)
 
-.PHONY: help install demo demo-full test test-bare test-training test-serving test-tracing test-long test-kernels test-cluster test-slurm test-hosts test-gpu check bench format docs site clean
+.PHONY: help install demo demo-full test fuzz test-bare test-training test-serving test-tracing test-long test-kernels test-cluster test-slurm test-hosts test-gpu check bench format docs site clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -80,6 +80,10 @@ test-hosts: install
 # With the torch of that machine: a CUDA build is what these tests are about.
 test-gpu:  ## engines, packed rows and every family's first plan on a CUDA GPU, where there is one
 	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu
+
+# The same tests as a part of `make test`, with 10,000 cases of each kind for their 200.
+fuzz: install  ## hostile files and flags through every reader: an hour or more
+	$(BIN)/python benchmarks/fuzz.py
 
 test-bare: install  ## the planner in an environment that has no torch
 	$(BIN)/python scripts/test_bare.py

@@ -22,6 +22,7 @@ from tightfit.core.errors import InvalidInputError, NotFoundError, UsageError, U
 from tightfit.core.files import check_writable, write_atomic
 from tightfit.core.options import list_given
 from tightfit.core.progress import Progress
+from tightfit.core.reading import read_text
 from tightfit.core.text import shorten
 from tightfit.engines.open import EngineRequest, open_prompter
 from tightfit.engines.protocol import EngineInfo
@@ -293,7 +294,7 @@ def _prompt_request(options: PromptOptions) -> PromptRequest:
 
 def _read_template(path: Path) -> str:
     try:
-        return path.read_text("utf-8").removesuffix("\n")
+        return read_text(path).removesuffix("\n")
     except FileNotFoundError as error:
         raise NotFoundError(
             f"There is no file {path}.",

@@ -35,6 +35,7 @@ from tightfit.clusters.protocol import RunObserver, SilentObserver
 from tightfit.clusters.requirements import check_space, estimate_run_bytes
 from tightfit.core.errors import EXIT_BUG, UserError
 from tightfit.core.progress import Progress
+from tightfit.core.reading import read_bytes
 from tightfit.planning.describe import name_method
 from tightfit.planning.plan import Plan
 from tightfit.runs.metrics import Record, StepRecord
@@ -236,7 +237,7 @@ def list_kept_plans(run: RunFolder) -> list[Plan]:
     found = []
     for number in sorted(int(word) for word in numbers if word.isdecimal()):
         try:
-            found.append(Plan.model_validate_json((run.path / f"plan.{number}.json").read_bytes()))
+            found.append(Plan.model_validate_json(read_bytes(run.path / f"plan.{number}.json")))
         except (OSError, ValueError):
             continue
     return found

@@ -68,7 +68,9 @@ def make_command(verb: str, options_type: type[Any], output_type: type[Any]) -> 
     A verb with thirty options so stays a function of two typed arguments, and nothing it
     needs is loaded before it runs. The options' docstring is the help text.
     """
-    from tightfit.core.options import list_declared  # not for `--help`, which lists verbs alone
+    # Not for `--help`, which lists verbs alone.
+    from tightfit.core.options import list_declared
+    from tightfit.core.reading import as_user_error
 
     declared = {kind: list_declared(kind) for kind in (options_type, output_type)}
 
@@ -79,8 +81,10 @@ def make_command(verb: str, options_type: type[Any], output_type: type[Any]) -> 
             run(*(kind(**{name: given[name] for name in declared[kind]}) for kind in declared))
         except BrokenPipeError:
             raise PipeClosedError from None
+        except UserError:
+            raise
         except OSError as error:
-            raise UnexpectedOSError from error
+            raise as_user_error(error) or UnexpectedOSError() from error
 
     parameters = [
         _parameter(field, get_type_hints(kind)[field.name], found[field.name])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -13,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from tightfit.clusters.protocol import RunObserver
 from tightfit.core.errors import SetupError
+from tightfit.core.reading import open_regular, parse_json
 from tightfit.runs.metrics import Record, StepRecord
 from tightfit.runs.run_folder import RunFolder
 
@@ -90,7 +90,7 @@ class LineFollower:
         """Whole lines that came since the last call."""
         is_replaced = False
         try:
-            with self._path.open("rb") as stream:
+            with open_regular(self._path) as stream:
                 state = os.fstat(stream.fileno())
                 if state.st_ino != self._inode or state.st_size < self._position:
                     is_replaced = self._inode != 0
@@ -125,7 +125,11 @@ class MetricsFollower:
         found: list[Record] = []
         for line in self._lines.read():
             try:
-                found.append(_RECORD.validate_python(json.loads(line)))
+                found.append(
+                    _RECORD.validate_python(
+                        parse_json(line, source="a record", allows_infinity=True)
+                    )
+                )
             except (ValueError, ValidationError):
                 continue
         return found

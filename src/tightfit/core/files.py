@@ -18,16 +18,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tightfit.core.errors import InvalidInputError, SetupError, UsageError
+from tightfit.core.reading import describe_kind, read_json_file
+from tightfit.core.units import MIB
 
 PARTIAL = ".partial"
 """Ending of a file or folder that is not whole yet; never read."""
-_KINDS = (
-    (stat.S_ISDIR, "a folder"),
-    (stat.S_ISCHR, "a device"),
-    (stat.S_ISBLK, "a device"),
-    (stat.S_ISFIFO, "a pipe"),
-    (stat.S_ISSOCK, "a socket"),
-)
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
@@ -148,11 +143,6 @@ def check_writable(path: Path) -> None:
             pass
     except OSError as error:
         raise _cannot_write(path, error) from error
-
-
-def describe_kind(mode: int) -> str | None:
-    """`a folder`, `a device`, `a pipe`, `a socket`; None for a regular file."""
-    return next((name for is_kind, name in _KINDS if is_kind(mode)), None)
 
 
 def sync(path: Path) -> None:
@@ -339,7 +329,7 @@ def write_holder(descriptor: int) -> None:
 def read_holder(path: Path) -> tuple[int, str] | None:
     """The process and host that a lock file names; None where it names none."""
     try:
-        holder = json.loads(path.read_bytes())
+        holder = read_json_file(path, most_bytes=MIB)
         return int(holder["pid"]), str(holder["host"])
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -21,6 +21,10 @@ Parse = Callable[[str, "Option"], Any]
 Complete = Callable[[str], list[str]]
 """The words that a shell offers behind what was typed so far."""
 Options = TypeVar("Options")
+MAX_PATH = 4096
+"""Characters of a path. Source: Linux's PATH_MAX."""
+_NAMED = ("FILE", "FOLDER", "PATH", "MODEL", "RUN", "ADAPTER", "RECIPE", "SOURCE", "HARDWARE")
+"""The words of a metavar that mean a path, or may mean one."""
 _OPTION = "option"
 """Where the metadata of a dataclass field holds its option."""
 
@@ -53,6 +57,11 @@ class Option:
         if isinstance(value, bool):
             return value
         typed = str(value)
+        if "\0" in typed:
+            raise UsageError(
+                f"`{self.name}` was given a NUL byte, which is in no name and no text.",
+                remedy=f"leave it out of {self.name}",
+            )
         if self.example and not typed.strip():
             # Mostly a shell variable that nobody set.
             suggestion = f"{self.example} in its place"
@@ -61,6 +70,12 @@ class Option:
             raise UsageError(
                 f"`{self.name}` was given an empty value.",
                 remedy=f"{suggestion}    (is a shell variable unset?)",
+            )
+        if len(typed) > MAX_PATH and any(word in (self.metavar or "") for word in _NAMED):
+            raise UsageError(
+                f"`{self.name}` was given {len(typed):,} characters; a path has at most "
+                f"{MAX_PATH:,}.",
+                remedy=f"{self.name} {self.example}",
             )
         return value if self.parse is None else self.parse(typed, self)
 

@@ -12,12 +12,12 @@ from typing import Any
 import yaml
 
 from tightfit.core.errors import InvalidInputError, NotFoundError
-from tightfit.core.files import describe_kind
+from tightfit.core.reading import MAX_DEPTH, MAX_DIGITS, UnreadableFileError, read_text
 from tightfit.core.text import did_you_mean
-from tightfit.core.units import KIB, MIB
+from tightfit.core.units import KIB
 from tightfit.core.validation import KeyPath
 
-MAX_BYTES = 256 * 1024
+MAX_BYTES = 256 * KIB
 """Far above any file written by hand; keeps a wrong file from being parsed for minutes."""
 
 
@@ -32,7 +32,7 @@ class YamlDocument:
 
 def read_yaml(path: Path) -> YamlDocument:
     """Parse one YAML file, or say in which line it cannot be."""
-    text = read_text(path, max_bytes=MAX_BYTES, remedy="name a YAML file written by hand")
+    text = _read(path)
     try:
         loader = _Loader(text)  # raises for characters that are not allowed
         try:
@@ -50,24 +50,15 @@ def read_yaml(path: Path) -> YamlDocument:
         raise _not_yaml(path, line, f"a character that is not allowed: {error.reason}") from error
     except (yaml.YAMLError, ValueError, OverflowError) as error:
         raise _not_yaml(path, "", str(error).split(";")[0]) from error
-    except RecursionError as error:
-        raise _not_yaml(path, "", "it is nested too deeply") from error
     return YamlDocument(path=path, value=value, lines=lines)
 
 
-def read_text(path: Path, *, max_bytes: int, remedy: str) -> str:
-    """The text of a file that a person wrote, or why it cannot be one."""
+def _read(path: Path) -> str:
+    remedy = "name a YAML file written by hand"
     try:
-        # Looked at before it is opened: a pipe would wait for ever.
-        kind = describe_kind(path.stat().st_mode)
-        if kind is not None:
-            raise InvalidInputError(f"{path} is {kind}, not a file.", remedy=remedy)
-        with path.open("rb") as stream:
-            data = stream.read(max_bytes + 1)
-        if len(data) > max_bytes:
-            size = f"{max_bytes // MIB} MiB" if max_bytes >= MIB else f"{max_bytes // KIB} KiB"
-            raise InvalidInputError(f"{path} is larger than {size}.", remedy=remedy)
-        return data.decode("utf-8-sig")
+        return read_text(path, most_bytes=MAX_BYTES, remedy=remedy)
+    except UnreadableFileError:
+        raise
     except FileNotFoundError as error:
         try:
             beside = [item.name for item in path.parent.iterdir()]
@@ -77,14 +68,10 @@ def read_text(path: Path, *, max_bytes: int, remedy: str) -> str:
             f"There is no file {path}.{did_you_mean(path.name, beside)}",
             remedy="name an existing YAML file",
         ) from error
-    except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
+    except OSError as error:
         raise InvalidInputError(
-            f"{path} line {line} is not UTF-8 text.", remedy="save it as UTF-8"
+            f"Cannot read {path}: {error.strerror or error}.", remedy=remedy
         ) from error
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or str(error)
-        raise InvalidInputError(f"Cannot read {path}: {reason}.", remedy=remedy) from error
 
 
 def _not_yaml(path: Path, line: str, reason: str) -> InvalidInputError:
@@ -95,7 +82,10 @@ def _not_yaml(path: Path, line: str, reason: str) -> InvalidInputError:
 
 
 class PlainLoader(yaml.SafeLoader):
-    """SafeLoader that keeps scalars as text and refuses aliases, which can make a file endless."""
+    """SafeLoader that keeps scalars as text and refuses aliases, which can make a file endless,
+    and depth, which ends in a RecursionError."""
+
+    _depth = 0
 
     yaml_implicit_resolvers: dict[str, list[tuple[str, re.Pattern[str]]]] = {}  # noqa: RUF012
 
@@ -103,7 +93,17 @@ class PlainLoader(yaml.SafeLoader):
         if self.check_event(yaml.AliasEvent):
             mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
             raise yaml.MarkedYAMLError(problem="aliases (`*name`) are not read", problem_mark=mark)
-        return super().compose_node(parent, index)
+        if self._depth > MAX_DEPTH:
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise yaml.MarkedYAMLError(
+                problem=f"it is nested too deeply (more than {MAX_DEPTH} levels)",
+                problem_mark=mark,
+            )
+        self._depth += 1
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self._depth -= 1
 
 
 class _Loader(PlainLoader):
@@ -125,7 +125,15 @@ class _Loader(PlainLoader):
                 seen.add(key)
         return super().construct_mapping(node, deep=deep)
 
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
+        if len(node.value) > MAX_DIGITS:
+            raise yaml.MarkedYAMLError(
+                problem=f"a number has more than {MAX_DIGITS} digits", problem_mark=node.start_mark
+            )
+        return super().construct_yaml_int(node)
 
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
 for _tag, _pattern, _starts in (
     ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tightfit.core.errors import InvalidInputError, SetupError, UserError
 from tightfit.core.files import atomic_folder, cache_folder, remove_stale_partials, write_atomic
+from tightfit.core.reading import read_bytes
 from tightfit.core.settings import MAX_SEQ_LEN, TrainOn
 from tightfit.core.strategy import DataSource
 from tightfit.data.formats import ASSISTANT, Message, RowFormat
@@ -376,7 +377,7 @@ _STALE_SECONDS = 2 * 24 * 3600
 def find_encoding(home: Path) -> EncodedDataset | None:
     """A finished encoding; None where there is none, or none that can be read whole."""
     try:
-        report = DataReport.model_validate_json((home / REPORT_FILE).read_bytes())
+        report = DataReport.model_validate_json(read_bytes(home / REPORT_FILE))
         held_out = TokenStore(home / "eval") if report.eval is not None else None
         return EncodedDataset(
             train=TokenStore(home / "train"), eval=held_out, report=report, is_cached=True

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
 from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError, UserError
-from tightfit.core.files import describe_kind
+from tightfit.core.reading import describe_kind, join_inside, open_regular, read_json_file
 from tightfit.core.text import did_you_mean, printable
 
 # How far reading has come, reported about five times a second.
@@ -166,7 +166,7 @@ def open_data(path: Path, meter: ReadMeter | None = None) -> Iterator[IO[bytes]]
     """The file's plain bytes. Compression is recognised by content, whatever the name."""
     require_file(path)
     try:
-        with path.open("rb") as raw:
+        with open_regular(path) as raw:
             head = raw.read(_PROBE_BYTES)
     except OSError as error:
         raise unreadable(path, error) from error
@@ -174,7 +174,7 @@ def open_data(path: Path, meter: ReadMeter | None = None) -> Iterator[IO[bytes]]
         raise InvalidInputError(f"{path} is empty.", remedy=WRITE_ROWS)
     compression = _compression(path, head)
     try:
-        with path.open("rb") as raw, _unpack(path, raw, compression) as stream:
+        with open_regular(path) as raw, _unpack(path, raw, compression) as stream:
             is_packed = compression is not None
             metered = _MeteredStream(path, raw, stream, meter or ReadMeter(), is_packed=is_packed)
             yield cast(IO[bytes], metered)
@@ -325,6 +325,16 @@ def check_is_text(path: Path, head: bytes) -> None:
         )
 
 
+def is_readable_head(path: Path, head: bytes) -> bool:
+    """Whether a file that begins so is compressed, or can be text."""
+    try:
+        if _compression(path, head) is None:
+            check_is_text(path, head[:_PROBE_BYTES])
+    except InvalidInputError:
+        return False
+    return True
+
+
 def wrong_encoding(path: Path, line: int, error: UnicodeDecodeError) -> InvalidInputError:
     byte = error.object[error.start]
     return InvalidInputError(
@@ -391,8 +401,22 @@ def _parse_line(raw: bytes, path: Path, number: int) -> Item:
     return _as_row(value, path, number)
 
 
+def _is_text(name: str) -> bool:
+    """Whether it can be written; JSON can spell half of a surrogate pair."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _as_row(value: Any, path: Path, number: int, unit: str = "line") -> Item:
     if isinstance(value, dict):
+        if any(not name.isprintable() and not _is_text(name) for name in value):
+            return InvalidInputError(
+                f"{place(path, number, unit)} has a key with half of a surrogate pair.",
+                remedy="write the key as text",
+            )
         return Row(value, path, number, unit)
     return InvalidInputError(
         f"{place(path, number, unit)} is {json_type_name(value)}, not an object with keys: "
@@ -468,6 +492,8 @@ class _JsonText:
         chunks: list[bytes] = []
         num_bytes = 0
         while chunk := stream.read(_CHUNK_BYTES):
+            if not chunks:
+                check_is_text(path, chunk[:_PROBE_BYTES])
             chunks.append(chunk)
             num_bytes += len(chunk)
             if num_bytes > MAX_JSON_BYTES:
@@ -477,7 +503,6 @@ class _JsonText:
                     f"`jq -c '.[]' {path.name} > rows.jsonl` does so for a list",
                 )
         data = b"".join(chunks)
-        check_is_text(path, data[:_PROBE_BYTES])
         try:
             self._text = data.decode("utf-8-sig")
         except UnicodeDecodeError as error:
@@ -593,6 +618,7 @@ def read_parquet(path: Path, meter: ReadMeter | None = None) -> Iterator[Row]:
             for batch in file.iter_batches(batch_size=_BATCH_ROWS):
                 if meter is not None:
                     meter.move_to(size * number // num_rows)
+                batch.validate(full=True)
                 for values in batch.to_pylist():
                     number += 1
                     yield Row(values, path, number, "row")
@@ -657,6 +683,8 @@ def read_arrow(path: Path, meter: ReadMeter | None = None) -> Iterator[Row]:
     try:
         with arrow.memory_map(str(path)) as source:
             for batch in _batches(arrow, source):
+                # Offsets beyond a buffer would be read as they are, and crash the process.
+                batch.validate(full=True)
                 if meter is not None:
                     meter.move_to(min(int(source.tell()), size))
                 for piece in range(0, batch.num_rows, _BATCH_ROWS):
@@ -684,7 +712,7 @@ def saved_files(folder: Path) -> list[str] | None:
     Other Arrow files beside them are caches of `map` and `filter`.
     """
     try:
-        state = json.loads((folder / _STATE).read_bytes())
-        return [str(item["filename"]) for item in state["_data_files"]]
+        state = read_json_file(folder / _STATE)
+        return [join_inside(folder, item["filename"]).name for item in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from tightfit.core.errors import InvalidInputError, UsageError, UserError
+from tightfit.core.reading import open_regular
 from tightfit.core.strategy import DataSource
 from tightfit.data.formats import RowFormat, recognise_format
 from tightfit.data.readers import (
@@ -23,6 +24,7 @@ from tightfit.data.readers import (
     Row,
     file_mode,
     file_size,
+    is_readable_head,
     open_data,
     read_arrow,
     read_csv,
@@ -421,9 +423,13 @@ def digest_sources(sources: Sequence[OpenedSource]) -> str:
             digest.update(f"\n{path} ".encode("utf-8", "surrogateescape"))
             one = hashlib.blake2b(digest_size=16)
             try:
-                with path.open("rb") as stream:
-                    while chunk := stream.read(_HASH_BYTES):
-                        one.update(chunk)
+                with open_regular(path) as stream:
+                    chunk = stream.read(_HASH_BYTES)
+                    one.update(chunk)
+                    # What is no text is not read on, however long it is.
+                    if _kind(path) not in _READERS or is_readable_head(path, chunk):
+                        while chunk := stream.read(_HASH_BYTES):
+                            one.update(chunk)
             except OSError as error:
                 raise unreadable(path, error) from error
             digest.update(one.digest())

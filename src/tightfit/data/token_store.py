@@ -18,6 +18,7 @@ from pydantic import NonNegativeInt, PositiveInt, ValidationError
 from tightfit.core.errors import InvalidInputError, NotFoundError
 from tightfit.core.frozen import Frozen
 from tightfit.core.profiles import DataProfile
+from tightfit.core.reading import read_bytes
 
 if TYPE_CHECKING:
     import numpy as np
@@ -136,7 +137,7 @@ class TokenStore:
 
 def _read_description(folder: Path) -> StoreDescription:
     try:
-        described = StoreDescription.model_validate_json((folder / DESCRIPTION_FILE).read_bytes())
+        described = StoreDescription.model_validate_json(read_bytes(folder / DESCRIPTION_FILE))
     except FileNotFoundError as error:
         raise NotFoundError(
             f"There is no encoded data in {folder}.",

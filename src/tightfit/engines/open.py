@@ -5,7 +5,6 @@ Light to import: the command line takes the engines' names from here.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import SetupError, UsageError
+from tightfit.core.reading import read_json_file
 from tightfit.core.text import did_you_mean
 from tightfit.runtime.llama_cpp import REMEDY as LLAMA_REMEDY
 from tightfit.runtime.llama_cpp import has_llama
@@ -244,7 +244,9 @@ def read_gptq_bits(artefact: Artefact) -> int | None:
     if artefact.kind.value != "gptq":
         return None
     try:
-        stated = json.loads((artefact.path / "config.json").read_bytes())["quantization_config"]
+        stated = read_json_file(artefact.path / "config.json", allows_infinity=True)[
+            "quantization_config"
+        ]
         return int(stated["bits"])
     except (OSError, ValueError, KeyError, TypeError):
         return None

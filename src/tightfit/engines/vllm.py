@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tightfit.core.errors import InvalidInputError, SetupError, UserError, first_line
+from tightfit.core.reading import read_json_file
 from tightfit.core.sampling import Sampling
 from tightfit.data.templates import Prompter, TextStream
 from tightfit.engines.open import VLLM_REMEDY, EngineRequest, open_prompter, read_gptq_bits
@@ -124,7 +124,7 @@ def sampling_arguments(
 def _allowed_rank(adapter: Artefact) -> int:
     path = adapter.path / "adapter_config.json"
     try:
-        rank = int(json.loads(path.read_bytes())["r"])
+        rank = int(read_json_file(path)["r"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InvalidInputError(
             f"{path} does not say the adapter's rank `r`.", remedy="--engine transformers"

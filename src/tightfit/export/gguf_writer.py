@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import defaultdict
@@ -15,6 +14,7 @@ from tightfit.core.dtypes import MXFP4, PLAIN_DTYPES, Dtype
 from tightfit.core.errors import InvalidInputError, first_line
 from tightfit.core.packages import require_packages
 from tightfit.core.progress import Progress
+from tightfit.core.reading import read_json_file
 from tightfit.core.text import did_you_mean, printable
 from tightfit.core.units import MIB
 from tightfit.export.gguf_tokenizer import read_vocabulary, settle_scheme, write_vocabulary
@@ -177,7 +177,7 @@ def _is_tied(config: Any) -> bool:
 def _find_layout(folder: Path) -> tuple[Family, GgufLayout]:
     """The family of a model folder; raises if it cannot be converted."""
     try:
-        config = dict(json.loads((folder / "config.json").read_bytes()))
+        config = dict(read_json_file(folder / "config.json", allows_infinity=True))
     except (OSError, ValueError, TypeError) as error:
         raise InvalidInputError(
             f"{folder / 'config.json'} cannot be read ({error}).",

@@ -18,17 +18,18 @@ import psutil
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from tightfit.core.dtypes import MXFP4, Dtype
-from tightfit.core.errors import InvalidInputError, SetupError, UsageError
+from tightfit.core.errors import InvalidInputError, SetupError, UsageError, first_line
 from tightfit.core.files import publish_folder, write_atomic
 from tightfit.core.frozen import Frozen
 from tightfit.core.progress import Progress
+from tightfit.core.reading import read_json_file
 from tightfit.core.strategy import Strategy
 from tightfit.data.templates import choose_template
 from tightfit.data.tokenizer import load_tokenizer
 from tightfit.export.verify.verdict import Verdict
 from tightfit.hardware.machine import read_peak_memory_bytes, reset_peak_memory
 from tightfit.models.config import read_quant_method
-from tightfit.runtime.adapters import load_adapter
+from tightfit.runtime.adapters import check_adapter_config, load_adapter
 from tightfit.runtime.libraries import silence_libraries, torch_dtype
 from tightfit.runtime.load import build_model, load_base, read_config
 from tightfit.runtime.model_files import Artefact, ArtefactKind, copy_tuned_tokenizer_files
@@ -222,7 +223,7 @@ def plan_merge(adapter: Path, base: Path, dtype: torch.dtype | None = None) -> M
     config = _check_config(adapter, PeftConfig)
     weights = _load_weights(adapter)
     model = _build_base(base, weights)
-    config_file = json.loads((base / "config.json").read_bytes())
+    config_file = read_json_file(base / "config.json", allows_infinity=True)
     text = config_file.get("text_config") or {}
     num_embeddings = _num_embeddings(model)
     is_resized = num_embeddings != (config_file.get("vocab_size") or text.get("vocab_size"))
@@ -255,8 +256,15 @@ def plan_merge(adapter: Path, base: Path, dtype: torch.dtype | None = None) -> M
                 if hasattr(module, "_move_adapter_to_device_of_base_layer"):
                     module._move_adapter_to_device_of_base_layer = lambda *_, **__: None
             result: Any = set_peft_model_state_dict(peft_model, weights, low_cpu_mem_usage=True)
-    except (RuntimeError, ValueError, KeyError, TypeError, NotImplementedError) as error:
-        raise _mismatch_error(adapter, base, str(error).splitlines()[0]) from error
+    except (
+        RuntimeError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        NotImplementedError,
+    ) as error:
+        raise _mismatch_error(adapter, base, first_line(error)) from error
     if result.unexpected_keys:
         raise _mismatch_error(adapter, base, f"{result.unexpected_keys[0]} has no place in it")
     plan.model = peft_model.base_model.model
@@ -386,9 +394,10 @@ def _merge_layer(layer: Any, attribute: str, value: torch.Tensor, name: str) -> 
 
 def _check_config(adapter: Path, peft_config: Any) -> Any:
     """The adapter's config. Raises for kinds that cannot be merged."""
+    check_adapter_config(adapter)
     try:
         config = peft_config.from_pretrained(str(adapter))
-    except (ValueError, KeyError, TypeError, OSError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
         raise InvalidInputError(
             f"{adapter / 'adapter_config.json'} cannot be read: {str(error).splitlines()[0]}",
             remedy="copy the adapter again, or pip install -U peft",
@@ -590,7 +599,7 @@ def _check_request(request: MergeRequest) -> tuple[Artefact, Path]:
             remedy=f"merge it first, then: tightfit quantize {request.target} "
             f"--to {request.dtype.value}",
         )
-    config = json.loads((artefact.base / "config.json").read_bytes())
+    config = read_json_file(artefact.base / "config.json", allows_infinity=True)
     if read_quant_method(config) not in (None, MXFP4):
         raise InvalidInputError(
             f"The base model in {artefact.base} is quantized, and an adapter is merged into "
@@ -613,7 +622,7 @@ def _write_model(request: MergeRequest, plan: MergePlan, work: Path) -> None:
     if artefact.template is not None:
         chosen = choose_template(artefact.template, load_tokenizer(artefact.tokenizer))
         write_atomic(work / "chat_template.jinja", chosen.text)
-    config = json.loads((artefact.base / "config.json").read_bytes())
+    config = read_json_file(artefact.base / "config.json", allows_infinity=True)
     plan.update_config(config)
     if plan.missing:
         config.pop("quantization_config", None)  # what was packed is not any more

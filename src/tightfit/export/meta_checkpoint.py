@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError, first_line
+from tightfit.core.reading import open_regular, read_bytes, read_json_file
 from tightfit.core.units import GIB, MIB
 from tightfit.runtime.gguf.file import split_rotary
 from tightfit.runtime.gguf.unpack import write_steps
@@ -204,7 +205,7 @@ them; 3.1's `<|step_id|>` of Meta's code is a reserved token there."""
 
 def is_tiktoken(path: Path) -> bool:
     """tiktoken's files are lines of base64 and a rank; SentencePiece's are binary."""
-    with path.open("rb") as stream:
+    with open_regular(path) as stream:
         line = stream.readline(4096).split()
     try:
         return (
@@ -225,7 +226,7 @@ def _write_tiktoken(source: Path, folder: Path, special: tuple[str, ...]) -> dic
     from tokenizers import AddedToken, Tokenizer, decoders, models, processors
 
     try:
-        pairs = [line.split() for line in source.read_bytes().splitlines() if line.strip()]
+        pairs = [line.split() for line in read_bytes(source).splitlines() if line.strip()]
         ranks = {base64.b64decode(token, validate=True): int(rank) for token, rank in pairs}
     except ValueError as error:
         raise InvalidInputError(
@@ -396,7 +397,7 @@ def plan_meta(source: Path, dtype: torch.dtype | None = None) -> FolderPlan:
 def _read_params(source: Path) -> tuple[dict[str, Any], MetaShape]:
     path = source / "params.json"
     try:
-        params = dict(json.loads(path.read_bytes()))
+        params = dict(read_json_file(path))
     except (OSError, ValueError, TypeError) as error:
         raise InvalidInputError(
             f"{path} cannot be read ({error}).", remedy="fetch the file again"

@@ -18,6 +18,7 @@ from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError, SetupError
 from tightfit.core.files import sync, write_atomic
 from tightfit.core.frozen import Frozen
+from tightfit.core.reading import open_descriptor, read_bytes
 from tightfit.core.sampling import Sampling
 from tightfit.data.formats import Message
 from tightfit.engines.open import EngineRequest
@@ -134,8 +135,8 @@ class PromptSnapshot:
     """Chunks of prompts, read from the copy."""
 
     def __init__(self, folder: Path) -> None:
-        self._rows = os.open(folder / PROMPTS_FILE, os.O_RDONLY | os.O_CLOEXEC)
-        self._index = os.open(folder / INDEX_FILE, os.O_RDONLY | os.O_CLOEXEC)
+        self._rows = open_descriptor(folder / PROMPTS_FILE)
+        self._index = open_descriptor(folder / INDEX_FILE)
 
     def read(self, chunk: int) -> list[Prompt]:
         found = os.pread(self._index, 2 * _OFFSET.size, chunk * _OFFSET.size)
@@ -149,16 +150,22 @@ class PromptSnapshot:
         while start < end and (piece := os.pread(self._rows, end - start, start)):
             pieces.append(piece)
             start += len(piece)
-        rows = [json.loads(line) for line in b"".join(pieces).split(b"\n") if line]
-        return [
-            Prompt(
-                index=row["index"],
-                place=row["place"],
-                messages=tuple(Message(*turn) for turn in row["messages"]),
-                columns=row.get("columns", {}),
-            )
-            for row in rows
-        ]
+        try:
+            rows = [json.loads(line) for line in b"".join(pieces).split(b"\n") if line]
+            return [
+                Prompt(
+                    index=row["index"],
+                    place=row["place"],
+                    messages=tuple(Message(*turn) for turn in row["messages"]),
+                    columns=row.get("columns", {}),
+                )
+                for row in rows
+            ]
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise InvalidInputError(
+                f"The farm's copy of the prompts is damaged in chunk {chunk}.",
+                remedy="--fresh begins again",
+            ) from error
 
     def close(self) -> None:
         for handle in (self._rows, self._index):
@@ -239,7 +246,7 @@ def farm_path(out: Path) -> Path:
 def read_farm(folder: Path) -> FarmFile | None:
     """None where no farm was begun."""
     try:
-        text = (folder / "farm.json").read_bytes()
+        text = read_bytes(folder / "farm.json")
     except (FileNotFoundError, NotADirectoryError):
         return None
     try:

@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, ValidationError
 
 from tightfit.core.frozen import Frozen
+from tightfit.core.reading import read_bytes
 from tightfit.farming.leases import FINISHED, LeaseReason, Leases
 from tightfit.farming.results import ChunkHeader
 from tightfit.farming.store import Store, is_farm_removed
@@ -74,7 +75,7 @@ def read_statuses(folder: Path) -> list[WorkerStatus]:
     found = []
     for path in sorted((folder / "workers").glob("*.json")):
         try:
-            found.append(WorkerStatus.model_validate_json(path.read_bytes()))
+            found.append(WorkerStatus.model_validate_json(read_bytes(path)))
         except (OSError, ValidationError):
             continue
     return found

@@ -12,6 +12,8 @@ from pydantic import NonNegativeInt, ValidationError
 from tightfit.core.errors import InvalidInputError, UserError
 from tightfit.core.files import write_atomic
 from tightfit.core.frozen import Frozen
+from tightfit.core.reading import read_bytes
+from tightfit.core.units import GIB
 from tightfit.farming.folder import (
     INDEX_FILE,
     PROMPTS_FILE,
@@ -65,9 +67,12 @@ def pack_chunk(head: ChunkHeader, rows: Sequence[bytes]) -> bytes:
     return b"\n".join((head.model_dump_json().encode(), *rows)) + b"\n"
 
 
+MAX_CHUNK_BYTES = 4 * GIB
+
+
 def read_chunk(path: Path, num_keys: int) -> tuple[ChunkHeader, bytes]:
     """A published chunk; its answers must be as many as are missing from the failures."""
-    content = path.read_bytes()
+    content = read_bytes(path, most_bytes=MAX_CHUNK_BYTES)
     first, _, rows = content.partition(b"\n")
     try:
         head = ChunkHeader.model_validate_json(first)
@@ -167,7 +172,7 @@ def write_output_record(folder: Path, note: OutputRecord) -> None:
 
 def read_output_record(folder: Path) -> OutputRecord | None:
     try:
-        return OutputRecord.model_validate_json((folder / OUTPUT_FILE).read_bytes())
+        return OutputRecord.model_validate_json(read_bytes(folder / OUTPUT_FILE))
     except (OSError, ValidationError):
         return None
 

@@ -13,6 +13,8 @@ from typing import NamedTuple, Protocol, TypeVar
 
 _STALE_TRIES = 3
 _Result = TypeVar("_Result")
+_READ = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+"""A pipe in the place of a file is an empty one, and nothing waits for it."""
 _NEW = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
 
 
@@ -108,7 +110,7 @@ class FolderStore:
         for _ in range(_STALE_TRIES):
             try:
                 # Opening asks the server; a stat alone may answer from a cache of a minute ago.
-                handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self._root)
+                handle = os.open(path, _READ, dir_fd=self._root)
             except FileNotFoundError:
                 return None
             try:

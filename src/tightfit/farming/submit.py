@@ -22,6 +22,7 @@ from pydantic import ValidationError
 
 from tightfit.core.errors import NotFoundError, SetupError, UsageError
 from tightfit.core.files import write_atomic
+from tightfit.core.reading import read_bytes
 from tightfit.engines.open import EngineRequest
 from tightfit.farming.folder import (
     FarmFile,
@@ -217,7 +218,7 @@ def count_left(request: FarmJob) -> int:
 def read_statistics(folder: Path) -> FarmStatistics:
     """Of a farm that is finished."""
     try:
-        return FarmStatistics.model_validate_json((folder / STATISTICS_FILE).read_bytes())
+        return FarmStatistics.model_validate_json(read_bytes(folder / STATISTICS_FILE))
     except (OSError, ValidationError) as error:
         raise NotFoundError(
             f"The statistics in {folder} are not there, or cannot be read.",

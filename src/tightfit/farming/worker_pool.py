@@ -17,6 +17,7 @@ from pydantic import PositiveInt, TypeAdapter, ValidationError
 from tightfit.core.errors import NotFoundError, SetupError, UsageError
 from tightfit.core.files import write_atomic
 from tightfit.core.frozen import Frozen
+from tightfit.core.reading import read_bytes
 from tightfit.core.text import did_you_mean
 from tightfit.hardware.inventory import ClusterNode, Inventory
 from tightfit.hardware.machine import read_machine
@@ -317,7 +318,7 @@ def _record(group: WorkerGroup, names: tuple[str, ...], count: int) -> StartedWo
 
 def read_jobs_file(folder: Path) -> tuple[StartedWorkers, ...]:
     try:
-        return _JOBS.validate_json((folder / JOBS_FILE).read_bytes())
+        return _JOBS.validate_json(read_bytes(folder / JOBS_FILE))
     except (FileNotFoundError, ValidationError):
         return ()
 

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.core.errors import NotFoundError
+from tightfit.core.reading import parse_json, read_bytes
 from tightfit.core.text import list_some, printable
-from tightfit.models.config import parse_json, read_config
+from tightfit.models.config import read_config
 from tightfit.models.spec import ModelSpec
 
 _PACKAGE = "tightfit.catalogue"
@@ -65,7 +66,11 @@ def list_models() -> tuple[CatalogueRow, ...]:
 def load_row(row: CatalogueRow) -> ModelSpec:
     """Read one row's config."""
     source = f"catalogue:{row.model}"
-    spec = read_config(parse_json(read_row(row), source=source), name=row.model, source=source)
+    spec = read_config(
+        parse_json(read_row(row), source=source, allows_infinity=True),
+        name=row.model,
+        source=source,
+    )
     if row.config_kind != "unverified":
         return spec
     warning = "No public copy of this config was found; its sizes are not verified."
@@ -196,8 +201,8 @@ def read_source_config(spec: ModelSpec) -> dict[str, Any] | None:
         data = next((read_row(row) for row in list_models() if row.model == name), None)
     else:
         path = Path(spec.source)
-        data = path.read_bytes() if path.suffix == ".json" and path.is_file() else None
+        data = read_bytes(path) if path.suffix == ".json" and path.is_file() else None
     if data is None:
         return None
-    config = parse_json(data, source=spec.source)
+    config = parse_json(data, source=spec.source, allows_infinity=True)
     return config if isinstance(config, dict) else None

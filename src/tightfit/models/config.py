@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,16 +10,13 @@ from pydantic import ValidationError
 
 from tightfit.core.dtypes import Dtype, find_plain_dtype
 from tightfit.core.errors import InvalidInputError, SetupError
-from tightfit.core.files import describe_kind
+from tightfit.core.reading import UnreadableFileError, parse_json, read_bytes
 from tightfit.core.text import printable
 from tightfit.models.attention import read_attention_extras
 from tightfit.models.families.parts import ConfigFields, shown
 from tightfit.models.families.registry import find_family, read_generic, reader_for
 from tightfit.models.family import Reader
 from tightfit.models.spec import Block, ModelSpec
-
-MAX_CONFIG_BYTES = 64 * 1024**2
-"""The largest public config.json (with label lists) is below 1 MiB."""
 
 
 def read_config(
@@ -67,57 +62,30 @@ def read_config(
 def read_config_file(path: Path, *, name: str, read_unknown: Reader = read_generic) -> ModelSpec:
     """Read a config.json on disk."""
     source = printable(str(path), most=4096)
-    config = parse_json(_read_bytes(path), source=source)
+    # Published configs hold Infinity, as `time_step_limit` of Mamba-2.
+    config = parse_json(_read_bytes(path), source=source, allows_infinity=True)
     return read_config(config, name=name, source=source, read_unknown=read_unknown)
 
 
-def parse_json(data: bytes, *, source: str) -> object:
-    """JSON as Python values; malformed, cut short or absurdly deep is one error."""
-    try:
-        return json.loads(data)
-    except RecursionError as error:
-        raise _not_json(source, "it is nested too deeply") from error
-    except ValueError as error:  # malformed, not UTF-8, or an integer of thousands of digits
-        raise _not_json(source, str(error)[:120]) from error
-
-
 def _read_bytes(path: Path) -> bytes:
-    shown_path = printable(str(path), most=400)
+    remedy = "put the model's config.json there as a file"
     try:
-        # Looked at before it is opened: a pipe would wait for ever, a device never end.
-        mode = path.stat().st_mode
-        if not stat.S_ISREG(mode):
-            raise InvalidInputError(
-                f"{shown_path} is {describe_kind(mode) or 'not a file'}, not a model's config.",
-                remedy="put the model's config.json there as a file",
-            )
-        with path.open("rb") as stream:
-            data = stream.read(MAX_CONFIG_BYTES + 1)
+        return read_bytes(path, remedy=remedy)
+    except UnreadableFileError:
+        raise
     except PermissionError as error:
         raise forbidden(path, error) from error
     except (OSError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise InvalidInputError(
-            f"Cannot read {shown_path}: {reason}.",
-            remedy="put the model's config.json there as a file",
+            f"Cannot read {printable(str(path), most=400)}: {reason}.", remedy=remedy
         ) from error
-    if len(data) > MAX_CONFIG_BYTES:
-        raise InvalidInputError(
-            f"{path} is larger than any model's config.", remedy="name the model's config.json"
-        )
-    return data
 
 
 def forbidden(path: Path, error: OSError) -> SetupError:
     return SetupError(
         f"Cannot read {printable(str(path), most=400)}: {(error.strerror or str(error)).lower()}.",
         remedy="ask its owner for permission to read the folder and its files",
-    )
-
-
-def _not_json(source: str, why: str) -> InvalidInputError:
-    return InvalidInputError(
-        f"{source} is not valid JSON: {why}.", remedy="fetch the file again, or correct it by hand"
     )
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError
+from tightfit.core.reading import open_regular
 from tightfit.models.config import read_config
 from tightfit.models.families.registry import find_family, find_gguf_family
 from tightfit.models.spec import ModelSpec
@@ -96,7 +97,7 @@ def read_gguf_header(path: Path, *, keeps_arrays: bool = False) -> GgufHeader:
     Vocabularies are read only with `keeps_arrays`.
     """
     try:
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
             if stream.read(4) != _MAGIC:
                 raise _corrupt(path, "it does not start with `GGUF`")
             with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as data:

@@ -8,8 +8,9 @@ import stat
 from pathlib import Path
 
 from tightfit.core.errors import InvalidInputError, NotFoundError, UserError
-from tightfit.core.files import describe_kind
+from tightfit.core.reading import describe_kind, read_text
 from tightfit.core.text import did_you_mean, printable
+from tightfit.core.units import KIB
 from tightfit.models.catalogue import (
     CatalogueRow,
     find_alias,
@@ -53,7 +54,7 @@ def find_in_hub_cache(name: str, cache: Path | None) -> Path | None:
         return None
     home = cache / f"models--{name.replace('/', '--')}"
     try:
-        named = home / "snapshots" / (home / "refs" / "main").read_text(encoding="utf-8").strip()
+        named = home / "snapshots" / read_text(home / "refs" / "main", most_bytes=KIB).strip()
         if (named / "config.json").is_file():
             return named
     except (OSError, ValueError):

@@ -17,6 +17,8 @@ from pydantic import BeforeValidator, Field, ValidationError
 from tightfit.core.errors import SetupError
 from tightfit.core.files import write_atomic
 from tightfit.core.frozen import Frozen
+from tightfit.core.reading import read_bytes
+from tightfit.core.units import GIB
 
 
 def _null_is_nan(value: object) -> object:
@@ -128,7 +130,7 @@ def _ends_a_line(handle: int) -> bool:
 def read_records(path: Path) -> list[Record]:
     """All whole lines; what a crash cut off or a disk garbled is passed over."""
     try:
-        lines = path.read_bytes().split(b"\n")
+        lines = read_bytes(path, most_bytes=GIB).split(b"\n")
     except OSError:
         return []
     records: list[Record] = []

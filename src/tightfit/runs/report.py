@@ -23,6 +23,7 @@ from tightfit.core.errors import NotFoundError, UserError
 from tightfit.core.files import read_holder, write_atomic
 from tightfit.core.frozen import FiniteFrozen
 from tightfit.core.packages import __version__
+from tightfit.core.reading import read_bytes
 from tightfit.core.text import did_you_mean
 from tightfit.core.units import render_bytes, render_count, render_seconds
 from tightfit.planning.describe import name_method
@@ -290,7 +291,7 @@ def read_report(run: RunFolder) -> RunReport:
         written = run.report_path.stat().st_mtime_ns
         sources = (run.plan_path, run.state_path, run.metrics_path)
         if all(written >= path.stat().st_mtime_ns for path in sources if path.exists()):
-            report = RunReport.model_validate_json(run.report_path.read_bytes())
+            report = RunReport.model_validate_json(read_bytes(run.report_path))
             if report.status is probe_state(run).status:
                 return report
     except (OSError, ValidationError):

@@ -18,6 +18,7 @@ from tightfit.core.files import write_atomic
 from tightfit.core.frozen import Frozen
 from tightfit.core.packages import __version__
 from tightfit.core.secrets import hide_secret_options
+from tightfit.core.reading import read_bytes
 from tightfit.hardware.machine import (
     DriverReading,
     read_driver,
@@ -154,7 +155,7 @@ class RunFolder:
     def read_environment(self) -> Environment | None:
         """None where it is missing or another version wrote it: nothing depends on it."""
         try:
-            return Environment.model_validate_json(self.environment_path.read_bytes())
+            return Environment.model_validate_json(read_bytes(self.environment_path))
         except (OSError, ValidationError):
             return None
 
@@ -170,7 +171,7 @@ class RunFolder:
 
 def _read(path: Path, kind: type[_Document]) -> _Document:
     try:
-        return kind.model_validate_json(path.read_bytes())
+        return kind.model_validate_json(read_bytes(path))
     except FileNotFoundError as error:
         raise NotFoundError(
             f"{path.parent} is no run folder: it has no {path.name}.",

@@ -27,6 +27,7 @@ from tightfit.core.errors import SetupError, UserError
 from tightfit.core.files import locked_file, write_atomic
 from tightfit.core.frozen import FiniteFrozen
 from tightfit.core.packages import __version__
+from tightfit.core.reading import read_bytes
 from tightfit.core.strategy import Strategy
 from tightfit.hardware.calibration import FORMAT, Calibration
 from tightfit.hardware.machine import is_network_folder, read_version
@@ -317,7 +318,7 @@ def read_calibration(gpu_name: str, host: str | None = None) -> StoredCalibratio
     try:
         if path.stat().st_size > MAX_CALIBRATION_BYTES:
             raise ValueError("it is too large")
-        found = Calibration.model_validate_json(path.read_bytes())
+        found = Calibration.model_validate_json(read_bytes(path))
         if (found.gpu_name, found.host) != (gpu_name, host or socket.gethostname()):
             raise ValueError(f"it was measured on {found.gpu_name} of {found.host}")
     except (OSError, ValueError) as error:
@@ -421,7 +422,7 @@ def read_rates(work: str) -> tuple[AnswerRate, ...]:
     try:
         if path is None or path.stat().st_size > MAX_ANSWERS_BYTES:
             return ()
-        return _RATES.validate_json(path.read_bytes())
+        return _RATES.validate_json(read_bytes(path))
     except (OSError, ValidationError):
         return ()
 

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import re
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from tightfit.core.dtypes import Dtype
-from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError, UsageError
+from tightfit.core.errors import (
+    InvalidInputError,
+    NotFoundError,
+    SetupError,
+    UsageError,
+    first_line,
+)
+from tightfit.core.reading import read_json_file
 from tightfit.core.settings import ALL_LINEAR, EXPERTS
 from tightfit.core.strategy import Strategy, Training
-from tightfit.core.text import did_you_mean
+from tightfit.core.text import did_you_mean, printable
 from tightfit.models.families.registry import check_takes_adapter, find_family
 from tightfit.runtime.libraries import silence_libraries, torch_dtype
 from tightfit.runtime.load import plain_dtype
@@ -84,9 +91,9 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:
                 autocast_adapter_dtype=False,
                 local_files_only=True,
             )
-    except (RuntimeError, ValueError, KeyError, TypeError) as error:
+    except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, Warning) as error:
         raise InvalidInputError(
-            f"The adapter in {folder} does not fit this model: {str(error).splitlines()[0]}",
+            f"The adapter in {folder} does not fit this model: {first_line(error)}.",
             remedy="load it on the base model it was trained on: see its adapter_config.json",
         ) from error
     group_adapters(adapted)
@@ -122,6 +129,8 @@ def _without_peft_warnings() -> Iterator[None]:
         warnings.filterwarnings("ignore", "fan_in_fan_out is set to")
         # peft looks for stacked experts among the modules, and they are parameters.
         warnings.filterwarnings("ignore", r"The following \w+_pattern keys did not match")
+        # An adapter of another model, which would stay as it was initialised.
+        warnings.filterwarnings("error", "Found missing adapter keys")
         yield
 
 
@@ -242,21 +251,58 @@ def _check_targets(model: PreTrainedModel, targets: tuple[str, ...]) -> None:
             )
 
 
-def _check_adapter_files(folder: Path) -> None:
-    from tightfit.runtime.tensor_files import find_weights_error
+_TEXTS, _NUMBERS = (str, list, NoneType), (dict, NoneType)
+_CONFIG_KINDS: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("peft_type", "bias"), (str,)),
+    **dict.fromkeys(("base_model_name_or_path", "task_type", "revision"), (str, NoneType)),
+    **dict.fromkeys(("target_modules", "exclude_modules", "layers_pattern"), _TEXTS),
+    **dict.fromkeys(("modules_to_save", "target_parameters"), (list, NoneType)),
+    **dict.fromkeys(("rank_pattern", "alpha_pattern"), _NUMBERS),
+    **dict.fromkeys(("lora_alpha", "lora_dropout"), (int, float)),
+    **dict.fromkeys(("use_rslora", "use_dora", "fan_in_fan_out", "lora_bias"), (bool,)),
+    "r": (int,),
+}
+"""The types of those settings of an adapter_config.json that peft uses unseen."""
+_MAX_RANK = 65_536
 
-    settings = folder / "adapter_config.json"
-    if not settings.is_file():
+
+def check_adapter_config(folder: Path) -> None:
+    """Raise where adapter_config.json is missing, or has values that peft would trip over."""
+    path = folder / "adapter_config.json"
+    try:
+        values = read_json_file(path)
+    except FileNotFoundError as error:
         raise NotFoundError(
             f"{folder} holds no adapter: it has no adapter_config.json.",
             remedy="name a folder that a run has left: RUN/adapter",
-        )
-    try:
-        json.loads(settings.read_bytes())
-    except ValueError as error:
-        raise InvalidInputError(
-            f"{settings} is not JSON: {error}.", remedy="copy the adapter again"
         ) from error
+    found = values if isinstance(values, dict) else {"It": values}
+    wrong = [name for name, value in found.items() if not _is_setting(name, value)]
+    if wrong or "peft_type" not in found:
+        name = wrong[0] if wrong else "peft_type"
+        value = printable(repr(found.get(name, "nothing")), most=40)
+        raise InvalidInputError(
+            f"{path}: `{name}` is {value}, which no adapter has.", remedy="copy the adapter again"
+        )
+
+
+def _is_setting(name: str, value: object) -> bool:
+    kinds = _CONFIG_KINDS.get(name, (object,) if name != "It" else ())
+    if not isinstance(value, kinds) or (isinstance(value, bool) and int in kinds):
+        return False
+    if name == "r":
+        return isinstance(value, int) and 0 < value <= _MAX_RANK
+    if isinstance(value, list) and name in _CONFIG_KINDS:
+        return all(isinstance(item, str) for item in value)
+    if isinstance(value, dict) and name in _CONFIG_KINDS:
+        return all(type(item) in (int, float) and item > 0 for item in value.values())
+    return True
+
+
+def _check_adapter_files(folder: Path) -> None:
+    from tightfit.runtime.tensor_files import find_weights_error
+
+    check_adapter_config(folder)
     weights = folder / "adapter_model.safetensors"
     problem = find_weights_error(weights)
     if problem is not None:

@@ -8,7 +8,6 @@ torch layers of AutoGPTQ and auto-round.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,10 +16,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from tightfit.core.errors import InvalidInputError
+from tightfit.core.errors import InvalidInputError, first_line
+from tightfit.core.reading import read_json_file
 from tightfit.runtime.attention import choose_inference_attention, read_model_config
-from tightfit.runtime.libraries import silence_libraries
+from tightfit.runtime.libraries import is_out_of_memory, silence_libraries
 from tightfit.runtime.load import auto_class, check_missing, fill_buffers
+from tightfit.runtime.tensor_files import read_safetensors_header
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -167,7 +168,15 @@ def load_gptq(
             config, dtype=dtype, attn_implementation=config._attn_implementation
         )
     load = _load_packed if keep else _load_dense
-    model = load(folder, shell, settings, dtype)
+    try:
+        model = load(folder, shell, settings, dtype)
+    except (RuntimeError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        if is_out_of_memory(error):
+            raise
+        raise InvalidInputError(
+            f"The weights in {folder} are not those of its config.json: {first_line(error)}.",
+            remedy="fetch or make the model again",
+        ) from error
     return model.to(device).eval()  # type: ignore[no-any-return]
 
 
@@ -179,6 +188,7 @@ def _read_parts(
 
     homes: dict[str, Any] = {}
     for path in sorted(folder.glob("*.safetensors")):
+        read_safetensors_header(path)  # raises before the library believes it
         stream: Any = safe_open(str(path), framework="pt")
         homes |= dict.fromkeys(stream.keys(), stream)
     layers = [name.removesuffix(".qweight") for name in homes if name.endswith(".qweight")]
@@ -259,7 +269,7 @@ def _load_packed(folder: Path, model: Any, settings: GptqConfig, dtype: torch.dt
 def _read_stated(folder: Path) -> dict[str, Any]:
     for name, key in (("config.json", "quantization_config"), ("quantize_config.json", None)):
         try:
-            found = json.loads((folder / name).read_bytes())
+            found = read_json_file(folder / name, allows_infinity=True)
         except (OSError, ValueError):
             continue
         stated = found.get(key) if key else found

@@ -209,7 +209,7 @@ def read_model(
                 **options,
             )
     except (
-        *(OSError, ValueError, RuntimeError, KeyError, ImportError),
+        *(OSError, ValueError, RuntimeError, KeyError, ImportError, TypeError, AttributeError),
         pickle.UnpicklingError,
     ) as error:
         if is_out_of_memory(error):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-import json
 import os
 import shutil
 from collections.abc import Callable
@@ -22,6 +21,7 @@ from tightfit.core.dtypes import MXFP4
 from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError, first_line
 from tightfit.core.files import atomic_folder, cache_folder
 from tightfit.core.packages import require_packages
+from tightfit.core.reading import read_json_file
 from tightfit.core.settings import Method
 from tightfit.core.strategy import Strategy
 from tightfit.core.text import printable
@@ -334,7 +334,7 @@ def _base_of(adapter: Path) -> str:
 def read_json(path: Path) -> dict[str, Any]:
     """A file's object; empty where there is no file, or nothing of the kind in it."""
     try:
-        found = json.loads(path.read_bytes())
+        found = read_json_file(path, allows_infinity=True)
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}

@@ -18,6 +18,7 @@ from tightfit.core.child_process import ChildProcess, Message
 from tightfit.core.errors import InvalidInputError, UserError
 from tightfit.core.files import cache_folder, write_atomic
 from tightfit.core.import_path import module_words
+from tightfit.core.reading import read_json_file
 from tightfit.models import resolve
 from tightfit.models.families import parts
 from tightfit.models.families.parts import ConfigFields
@@ -44,7 +45,9 @@ def resolve_model(name: str) -> ModelSpec:
 
 def read_unknown(f: ConfigFields) -> ModelSpec:
     """From the module tree on the meta device, else generically, with a warning."""
-    if not {"torch", "transformers"} <= set(list_versions()):
+    # Without a `model_type` transformers knows no more than we do.
+    is_named = bool(f.text("model_type", default=""))
+    if not is_named or not {"torch", "transformers"} <= set(list_versions()):
         return read_generic(f)
     for keys, most in _BOUNDS:
         for key in keys:
@@ -79,7 +82,7 @@ def _ask(config: str) -> Message:
     """The worker's answer, from the cache where it has one."""
     try:
         path = _cache_path(config)
-        found = json.loads(path.read_bytes())
+        found = read_json_file(path)
         if isinstance(found, dict):
             return found
     except (OSError, UserError, ValueError):

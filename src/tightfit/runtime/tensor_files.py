@@ -16,8 +16,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tightfit.core.dtypes import Dtype, find_plain_dtype
-from tightfit.core.errors import InvalidInputError, NotFoundError
+from tightfit.core.errors import InvalidInputError, NotFoundError, UserError
 from tightfit.core.progress import Progress
+from tightfit.core.reading import (
+    NotJsonError,
+    UnreadableFileError,
+    join_inside,
+    open_regular,
+    parse_json,
+    read_json_file,
+)
+from tightfit.core.text import printable
 from tightfit.core.units import MIB, render_bytes
 from tightfit.runtime.output_folder import check_room, whole_folder
 
@@ -30,6 +39,11 @@ if TYPE_CHECKING:
 _LFS_START = b"version https://git-lfs"
 _MAX_HEADER_BYTES = 100_000_000
 """safetensors' own limit."""
+_MAX_TENSORS = 1_000_000
+_MAX_TENSOR_NAME = 1_000
+_MAX_DIMS = 8
+_MAX_SIZE = 2**62
+"""Of one dimension, or one place in a file."""
 _MAX_LISTED = 5
 _WEIGHT_FILES = (
     "model.safetensors",
@@ -51,7 +65,7 @@ def list_weight_files(folder: Path) -> list[Path]:
         return candidates[:1]
     try:
         names = set(_read_index(candidates[0]).values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, UserError):
         names = set()
     return [candidates[0], *(folder / name for name in sorted(names))]
 
@@ -84,20 +98,31 @@ def _list_candidates(folder: Path) -> list[Path]:
 
 def _read_index(path: Path) -> dict[str, str]:
     """File names by tensor."""
-    weight_map = json.loads(path.read_bytes())["weight_map"]
-    return {str(tensor): str(file) for tensor, file in weight_map.items()}
+    weight_map = read_json_file(path)["weight_map"]
+    homes = {str(tensor): join_inside(path.parent, file) for tensor, file in weight_map.items()}
+    folded: dict[str, str] = {}
+    for home in homes.values():
+        if folded.setdefault(home.name.casefold(), home.name) != home.name:
+            raise ValueError(f"{home.name} and {folded[home.name.casefold()]} differ only in case")
+    return {tensor: str(home.relative_to(path.parent)) for tensor, home in homes.items()}
 
 
 def _check_index(index: Path) -> list[str]:
     try:
         homes = _read_index(index)
+    except UserError as error:
+        return [f"{index.name} cannot be read as an index of shards: {error.problem.rstrip('.')}"]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return [f"{index.name} cannot be read as an index of shards ({error!r})"]
+    if not homes:
+        return [f"{index.name} names no tensors"]
     files = [index.parent / name for name in sorted(set(homes.values()))]
     problems = _check_files(files)
     if problems or files[0].suffix != ".safetensors":
         return problems
-    stored = {path.name: set(read_safetensors_header(path)[1]) for path in files}
+    stored = {
+        str(path.relative_to(index.parent)): set(read_safetensors_header(path)[1]) for path in files
+    }
     lost = [name for name, file in sorted(homes.items()) if name not in stored[file]]
     return [f"{homes[name]} lacks the tensor {name}" for name in lost]
 
@@ -110,44 +135,107 @@ def _check_files(files: list[Path]) -> list[str]:
 def find_weights_error(path: Path) -> str | None:
     """What is wrong with a file of weights, as the end of a sentence; None if nothing."""
     try:
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
             start = stream.read(len(_LFS_START))
+        if start == _LFS_START:
+            return "is a Git LFS pointer, not the file itself (git lfs pull)"
+        if not start:
+            return "is empty"
+        if path.suffix == ".safetensors":
+            _read_header(path)
     except FileNotFoundError:
         return "is missing"
-    except OSError as error:
-        return f"cannot be read ({(error.strerror or str(error)).lower()})"
-    if start == _LFS_START:
-        return "is a Git LFS pointer, not the file itself (git lfs pull)"
-    if not start:
-        return "is empty"
-    if path.suffix == ".safetensors":
-        return _find_truncation(path)
+    except UnreadableFileError:
+        return "is not a regular file"
+    except (OSError, ValueError) as error:
+        is_format = isinstance(error, ValueError)
+        return f"{error}" if is_format else f"cannot be read ({_reason(error)})"
     # A zip's directory is at its end: a truncated file has none. Older pickles are no zips.
     is_cut = start.startswith(b"PK") and not zipfile.is_zipfile(path)
-    return "is cut short" if is_cut else None
+    return "is cut short" if is_cut and path.suffix != ".safetensors" else None
 
 
-def _find_truncation(path: Path) -> str | None:
-    try:
-        data_start, tensors = read_safetensors_header(path)
-        ends = [entry["data_offsets"][1] for entry in tensors.values()]
-    except (OSError, ValueError, KeyError, IndexError, TypeError, struct.error):
-        return "is no safetensors file, or is cut short in its header"
-    expected = data_start + max(ends, default=0)
-    found = path.stat().st_size
-    if found < expected:
-        return f"is cut short: {render_bytes(found)} of {render_bytes(expected)}"
-    return None
+def _reason(error: Exception) -> str:
+    return (getattr(error, "strerror", None) or str(error)).lower()
 
 
 def read_safetensors_header(path: Path) -> tuple[int, dict[str, Any]]:
-    """The byte at which values start, and each tensor's dtype, shape and data_offsets."""
-    with path.open("rb") as stream:
-        (size,) = struct.unpack("<Q", stream.read(8))
-        if size > _MAX_HEADER_BYTES:
-            raise ValueError("header too long")
-        header = json.loads(stream.read(size))
-    return 8 + size, {name: entry for name, entry in header.items() if name != "__metadata__"}
+    """The byte at which values start, and each tensor's dtype, shape and data_offsets.
+
+    Checked against the format and the file's size: whoever reads on can believe every entry.
+    """
+    try:
+        return _read_header(path)
+    except UserError:
+        raise
+    except (OSError, ValueError) as error:
+        raise InvalidInputError(
+            f"{printable(str(path), most=400)} {error}.", remedy="fetch the model again"
+        ) from error
+
+
+def _read_header(path: Path) -> tuple[int, dict[str, Any]]:
+    """ValueError with the end of a sentence where the file is not what the format demands."""
+    with open_regular(path) as stream:
+        file_bytes = os.fstat(stream.fileno()).st_size
+        length = stream.read(8)
+        size = int.from_bytes(length, "little")
+        if len(length) < 8 or size > min(_MAX_HEADER_BYTES, file_bytes - 8):
+            raise ValueError("is no safetensors file, or is cut short in its header")
+        text = stream.read(size)
+        if not text.startswith(b"{"):
+            raise ValueError("is no safetensors file: its header is no JSON object")
+        try:
+            found = parse_json(text, source="it", allows_repeated_keys=False)
+        except NotJsonError as error:
+            why = error.problem.removeprefix("it is not valid JSON: ").rstrip(".")
+            raise ValueError(f"has a header that is not valid JSON: {why}") from error
+    metadata = found.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise ValueError("has a `__metadata__` that is no mapping of texts")
+    if len(found) > _MAX_TENSORS:
+        raise ValueError(f"lists more than {_MAX_TENSORS:,} tensors")
+    expected = 8 + size + _check_entries(found)
+    if file_bytes < expected:
+        sizes = f"{render_bytes(file_bytes)} of {render_bytes(expected)}"
+        raise ValueError(f"is cut short: {sizes}")
+    if file_bytes > expected:
+        raise ValueError(f"goes on for {file_bytes - expected:,} bytes after its last tensor")
+    return 8 + size, found
+
+
+def _check_entries(entries: dict[str, Any]) -> int:
+    """The bytes that all tensors take: one behind the other, none over another, no gaps."""
+    spans = []
+    for name, entry in entries.items():
+        shown = f"`{printable(name)}`"
+        if not 0 < len(name) <= _MAX_TENSOR_NAME:
+            raise ValueError(f"names a tensor {shown}: 1 to {_MAX_TENSOR_NAME} characters do")
+        if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
+            raise ValueError(f"does not state dtype, shape and data_offsets of {shown}")
+        dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+        if not isinstance(dtype, str) or dtype not in _DTYPE_BITS:
+            raise ValueError(f"holds {shown} as `{printable(str(dtype))}`, a dtype unknown here")
+        if not _are_sizes(shape) or len(shape) > _MAX_DIMS:
+            raise ValueError(f"gives {shown} a shape that is none")
+        if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+            raise ValueError(f"gives {shown} data_offsets that are none")
+        if prod(shape) * _DTYPE_BITS[dtype] != 8 * (offsets[1] - offsets[0]):
+            raise ValueError(f"gives {shown} another number of bytes than its shape takes")
+        spans.append((offsets[0], offsets[1], shown))
+    end = 0
+    for start, following, shown in sorted(spans):
+        if start != end:
+            raise ValueError(f"has a {'gap' if start > end else 'tensor'} where {shown} begins")
+        end = following
+    return end
+
+
+def _are_sizes(values: Any) -> bool:
+    """A list of whole numbers that a file can have; true and false are none."""
+    return isinstance(values, list) and all(
+        type(value) is int and 0 <= value <= _MAX_SIZE for value in values
+    )
 
 
 # Tensors listed and read
@@ -167,6 +255,13 @@ SAFETENSORS_NAMES = {
     "F8_E5M2": "float8_e5m2",
 }
 """The format's dtypes as torch names them. Source: safetensors 0.5 README."""
+_DTYPE_BITS = {
+    **{"F64": 64, "F32": 32, "F16": 16, "BF16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8},
+    **{"I64": 64, "I32": 32, "I16": 16, "I8": 8, "U64": 64, "U32": 32, "U16": 16, "U8": 8},
+    **{"BOOL": 8, "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6},
+    **{"F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8},
+}
+"""Every dtype of the format, readable here or not. Source: safetensors 0.7 `tensor.rs`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -273,7 +368,7 @@ def read_safetensor(tensor: StoredTensor) -> torch.Tensor:
     import torch
 
     buffer = bytearray(tensor.num_bytes)
-    with tensor.path.open("rb") as stream:
+    with open_regular(tensor.path) as stream:
         stream.seek(tensor.start)
         if stream.readinto(buffer) != tensor.num_bytes:
             raise InvalidInputError(

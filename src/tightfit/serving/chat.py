@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,6 +11,7 @@ from typing import Any, NamedTuple
 
 from tightfit.core.errors import InvalidInputError, NotFoundError, UsageError
 from tightfit.core.files import write_atomic
+from tightfit.core.reading import read_json_file
 from tightfit.core.sampling import SAMPLING_OPTIONS, Sampling
 from tightfit.core.text import did_you_mean
 from tightfit.data.formats import ASSISTANT, FORMATS, SYSTEM, USER, Message
@@ -365,7 +365,7 @@ def load_conversation(path: Path) -> list[Message]:
         if "messages" in row.values or "conversations" in row.values:
             return FORMATS["chat"].to_messages(row)
     try:
-        values = json.loads(path.read_bytes())
+        values = read_json_file(path)
         turns = [Message(str(turn["role"]), str(turn["content"])) for turn in values["messages"]]
     except (ValueError, KeyError, TypeError) as error:
         raise InvalidInputError(

@@ -21,6 +21,7 @@ from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError, SetupError, UserError
 from tightfit.core.files import PARTIAL, atomic_folder, partial_path, write_atomic
 from tightfit.core.frozen import Frozen
+from tightfit.core.reading import read_bytes, read_json_file
 from tightfit.core.settings import Method, Sharding
 from tightfit.data.encode import REPORT_FILE
 from tightfit.data.report import DataReport
@@ -126,7 +127,7 @@ def list_damaged(run: RunFolder, *, after_step: int) -> list[str]:
 def read_progress(folder: Path) -> Progress:
     path = folder / _PROGRESS
     try:
-        return Progress.model_validate_json(path.read_bytes())
+        return Progress.model_validate_json(read_bytes(path))
     except (OSError, ValidationError) as error:
         raise InvalidInputError(
             f"{path} cannot be read: {str(error).splitlines()[0]}.",
@@ -244,10 +245,12 @@ def _write_model(
     (folder / "generation_config.json").unlink(missing_ok=True)
     # Restore what training changed in the config.
     path = folder / "config.json"
-    config = json.loads(path.read_text())
+    config = read_json_file(path, allows_infinity=True)
     config.pop("torch_dtype", None)
     config["dtype"] = str(wanted).removeprefix("torch.")
-    config["use_cache"] = json.loads((base / "config.json").read_text()).get("use_cache", True)
+    config["use_cache"] = read_json_file(base / "config.json", allows_infinity=True).get(
+        "use_cache", True
+    )
     write_atomic(path, json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
@@ -260,7 +263,7 @@ def write_tokenizer_files(run: RunFolder, base: Path, folder: Path) -> None:
     copy_tokenizer_files(base, folder)
     try:
         store = TokenStore(Path(run.read_tokens().train))
-        report = DataReport.model_validate_json((store.folder.parent / REPORT_FILE).read_bytes())
+        report = DataReport.model_validate_json(read_bytes(store.folder.parent / REPORT_FILE))
     except (UserError, OSError, ValueError):
         return  # the encoded data is gone: keep the base's files as they are
     if report.template not in ("tokenizer", "none") and report.template_text:

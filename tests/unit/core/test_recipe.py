@@ -192,7 +192,7 @@ def test_auto_and_empty_mean_unstated(write: Write, text: str) -> None:
         ("5: x", ["line 2", "`5`"]),
         ("seed: !!binary aGVsbG8=", ["seed", "bytes"]),
         ("seed: !!timestamp 2020-01-01", ["seed", "date"]),
-        ("seed: 0x" + "f" * 6000, ["seed", "large"]),
+        ("seed: 0x" + "f" * 60, ["seed", "large"]),
     ],
 )
 def test_an_error_names_place_expectation_and_finding(
@@ -255,7 +255,7 @@ def test_files_that_are_no_recipes(tmp_path: Path) -> None:
     assert "larger" in error_of(big)
     assert "line 2 is not UTF-8" in error_of(latin)
     assert "not a file" in error_of(tmp_path)
-    assert "null" in error_of(Path("a\0b.yaml"))
+    assert "not a file name" in error_of(Path("a\0b.yaml"))
 
 
 def test_a_missing_recipe_suggests_its_neighbour(write: Write, tmp_path: Path) -> None:

@@ -328,7 +328,7 @@ def test_missing_permission_is_a_message(
     def refuse(self: Path, *_: object) -> Any:
         raise PermissionError(13, "Permission denied", str(self))
 
-    monkeypatch.setattr(Path, method, refuse)
+    monkeypatch.setattr(os if method == "open" else Path, method, refuse)
 
     with pytest.raises(SetupError, match="permission denied"):
         list(read_rows(tmp_path))

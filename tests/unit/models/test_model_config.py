@@ -10,7 +10,8 @@ import pytest
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError
-from tightfit.models.config import parse_json, read_config
+from tightfit.core.reading import parse_json
+from tightfit.models.config import read_config
 from tightfit.models.families.registry import FAMILIES
 from tightfit.models.resolve import resolve_model
 from tightfit.models.spec import ModelSpec, Role

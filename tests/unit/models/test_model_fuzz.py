@@ -10,8 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tightfit.core.errors import UserError
+from tightfit.core.reading import parse_json
 from tightfit.models.catalogue import list_models
-from tightfit.models.config import parse_json, read_config
+from tightfit.models.config import read_config
 from tightfit.models.families.registry import FAMILIES
 from tightfit.models.spec import ModelSpec, explain_parameter_count
 

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -263,13 +264,14 @@ def test_no_permission_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     folder = write_model(tmp_path / "mine")
-    real = getattr(Path, method)
+    owner: Any = os if method == "open" else Path
+    real = getattr(owner, method)
 
-    def refuse(self: Path, *args: object, **rest: object) -> object:
-        if self.is_relative_to(folder):
-            raise PermissionError(13, "Permission denied", str(self))
-        return real(self, *args, **rest)
+    def refuse(path: Path, *args: object, **rest: object) -> object:
+        if Path(path).is_relative_to(folder):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *args, **rest)
 
-    monkeypatch.setattr(Path, method, refuse)
+    monkeypatch.setattr(owner, method, refuse)
     with pytest.raises(SetupError, match="permission denied"):
         resolve_model(str(folder))

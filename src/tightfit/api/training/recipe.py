@@ -23,6 +23,7 @@ from tightfit.core.frozen import Frozen
 from tightfit.core.options import list_given, read_word
 from tightfit.core.profiles import DataProfile
 from tightfit.core.progress import Progress
+from tightfit.core.reading import read_bytes, read_json_file
 from tightfit.core.recipe import Recipe, read_recipe
 from tightfit.core.settings import RecipeMethod, TrainOn
 from tightfit.core.strategy import DataSource
@@ -249,7 +250,7 @@ def _read_json(path: Path) -> Any:
     try:
         if not path.is_file() or path.stat().st_size > MAX_FILE_BYTES:
             return None
-        return json.loads(path.read_bytes())
+        return read_json_file(path)
     except (OSError, ValueError, RecursionError):
         return None  # whoever reads it as a model says what is wrong with it
 
@@ -345,7 +346,7 @@ RUN_RECIPE_FILE = "recipe.json"
 
 def read_run_recipe_file(folder: Path) -> RunRecipe | None:
     try:
-        return RunRecipe.model_validate_json((folder / RUN_RECIPE_FILE).read_bytes())
+        return RunRecipe.model_validate_json(read_bytes(folder / RUN_RECIPE_FILE))
     except (OSError, ValidationError):
         return None
 

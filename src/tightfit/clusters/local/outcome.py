@@ -12,6 +12,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 from tightfit.core.errors import EXIT_BUG, EXIT_OUT_OF_MEMORY, EXIT_REQUEUE, SetupError, UserError
+from tightfit.core.reading import open_regular
 from tightfit.runs.run_folder import RunFolder, RunState, RunStatus
 
 _RANK_EXIT = re.compile(r"exitcode\s*:\s*(-?\d+)")
@@ -181,7 +182,7 @@ def _code_of_rank(last: list[str], exit_code: int) -> int:
 def read_lines(path: Path, *, start: int) -> list[str]:
     """The last lines that were written after `start`."""
     try:
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
             stream.seek(start)
             lines = deque(stream, maxlen=NUM_LAST_LINES)
     except OSError:

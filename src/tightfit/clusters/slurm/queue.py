@@ -20,6 +20,7 @@ from tightfit.clusters.protocol import RunObserver
 from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError, UsageError, UserError
 from tightfit.core.files import write_atomic
 from tightfit.core.frozen import Frozen
+from tightfit.core.reading import read_bytes, read_text
 from tightfit.hardware.command import RunCommand, run_command
 from tightfit.runs.run_folder import RunFolder
 
@@ -217,7 +218,7 @@ def check_script(path: Path, *, run: RunCommand = run_command) -> str:
 def _unset(path: Path) -> list[str]:
     """`env` for variables of this shell that would win over the script's own lines."""
     try:
-        names = list_overriding(path.read_text("utf-8"), os.environ)
+        names = list_overriding(read_text(path), os.environ)
     except OSError:
         return []  # sbatch says what is wrong with it
     return ["env", *(f"--unset={name}" for name in names)] if names else []
@@ -531,7 +532,7 @@ class SubmittedJob(Frozen):
 def read_job_file(run: RunFolder) -> SubmittedJob | None:
     """None where the run was never submitted."""
     try:
-        return SubmittedJob.model_validate_json((run.path / JOB_FILE).read_bytes())
+        return SubmittedJob.model_validate_json(read_bytes(run.path / JOB_FILE))
     except (OSError, ValidationError):
         return None
 

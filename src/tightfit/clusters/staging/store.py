@@ -23,6 +23,7 @@ from pathlib import Path
 from tightfit.clusters.staging.home import PROGRESS, make_home, measure_folder, remove_copy
 from tightfit.core.errors import SetupError
 from tightfit.core.files import PARTIAL, sync, write_atomic
+from tightfit.core.reading import read_bytes
 from tightfit.runtime.staged import (
     MANIFEST_ENDING,
     Manifest,
@@ -237,7 +238,7 @@ class Store:
         if not self._partial.is_dir() or self._partial.is_symlink():
             return
         with suppress(OSError):
-            data = self._progress_path.read_bytes()
+            data = read_bytes(self._progress_path)
             head, records = data[: len(self._head)], data[len(self._head) :]
             if head == self._head:
                 whole = len(records) // _RECORD.size * _RECORD.size  # the last may be cut off

@@ -10,6 +10,7 @@ from typing import Any
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.files import atomic_folder, write_atomic
+from tightfit.core.reading import read_json_file
 from tightfit.core.strategy import Strategy
 from tightfit.estimation.host_and_disk import FILE_SHARD_BYTES
 from tightfit.estimation.weights import largest_matrix
@@ -68,7 +69,7 @@ def save_quantized(source: Path, tokenizer: Path, dtype: Dtype, work: Path) -> N
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    config = json.loads((source / "config.json").read_bytes())
+    config = read_json_file(source / "config.json", allows_infinity=True)
     # Norms and embeddings are stored in 16 bits: bf16 where the model is bf16, else fp16.
     stated = str(config.get("dtype") or config.get("torch_dtype") or "")
     compute = Dtype.BF16 if stated.endswith("bfloat16") else Dtype.FP16
@@ -77,7 +78,7 @@ def save_quantized(source: Path, tokenizer: Path, dtype: Dtype, work: Path) -> N
     model.eval()
     model.save_pretrained(str(work), max_shard_size=MAX_SHARD_BYTES)
     # The model's own config plus the quantization: loading has changed other keys.
-    saved = json.loads((work / "config.json").read_bytes())
+    saved = read_json_file(work / "config.json", allows_infinity=True)
     added = {key: saved[key] for key in ("quantization_config", "dtype") if key in saved}
     config.pop("torch_dtype", None)
     write_atomic(work / "config.json", json.dumps(config | added, indent=2) + "\n")

@@ -18,6 +18,7 @@ from tightfit.core.errors import DoesNotFitError, SetupError, UserError
 from tightfit.core.files import partial_path, publish_folder, write_atomic
 from tightfit.core.import_path import module_words
 from tightfit.core.progress import CountProgress
+from tightfit.core.reading import read_json_file
 from tightfit.estimation.weights import largest_layer
 from tightfit.export.formats import ExportFormat
 from tightfit.export.quantize import gptq_worker
@@ -158,7 +159,7 @@ def run_gptq(
     work.mkdir(parents=True, exist_ok=True)
     job_path = work / "job.json"
     try:
-        earlier = json.loads(job_path.read_bytes())
+        earlier = read_json_file(job_path)
     except (OSError, ValueError):
         earlier = None
     if earlier != asdict(job):  # another job's leftovers

@@ -39,6 +39,7 @@ from tightfit.core.findings import Status
 from tightfit.core.frozen import Frozen
 from tightfit.core.packages import __version__, require_packages
 from tightfit.core.progress import CountProgress, Progress
+from tightfit.core.reading import read_bytes
 from tightfit.core.text import printable
 from tightfit.core.units import MIB, render_bytes
 from tightfit.export.formats import GPTQ_TOOLS, LIMITS, CalibrationUse, ExportFormat, find_format
@@ -195,7 +196,7 @@ def write_summary(path: Path, summary: QuantizeSummary) -> None:
 def read_summary(path: Path) -> QuantizeSummary | None:
     """None where there is none yet."""
     try:
-        return QuantizeSummary.model_validate_json(path.read_bytes())
+        return QuantizeSummary.model_validate_json(read_bytes(path))
     except FileNotFoundError:
         return None
     except (OSError, ValidationError) as error:

@@ -19,6 +19,7 @@ from tightfit.core.files import write_atomic
 from tightfit.core.findings import Finding, Status
 from tightfit.core.packages import __version__
 from tightfit.core.progress import Progress
+from tightfit.core.reading import read_text
 from tightfit.core.sampling import Sampling
 from tightfit.data.formats import ASSISTANT, USER, Message
 from tightfit.data.sources import open_source, read_source
@@ -145,7 +146,7 @@ def _read_text(path: Path | None) -> str:
     if path is None:
         return resources.files("tightfit.catalogue").joinpath(TEXT_FILE).read_text("utf-8")
     try:
-        return path.read_text(encoding="utf-8")
+        return read_text(path)
     except FileNotFoundError as error:
         raise NotFoundError(
             f"There is no file {str(path)!r}.", remedy="--text with a file of plain text"

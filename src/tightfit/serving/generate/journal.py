@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from tightfit.core.errors import SetupError, UsageError
 from tightfit.core.files import atomic_file, open_locked, sync, write_atomic
+from tightfit.core.reading import open_regular
 
 SYNC_ANSWERS = 64
 SYNC_SECONDS = 2.0
@@ -291,7 +292,7 @@ def is_unchanged(out: Path, finished: Mapping[str, Any]) -> bool:
         if out.stat().st_size != finished.get("bytes"):
             return False
         digest = hashlib.blake2b(digest_size=16)
-        with out.open("rb") as stream:
+        with open_regular(out) as stream:
             while chunk := stream.read(1 << 20):
                 digest.update(chunk)
     except OSError:

@@ -157,7 +157,7 @@ def _begins_with_object(data: bytes) -> bool:
     first = next((line for line in data.splitlines() if line.strip()), b"")
     try:
         return first.lstrip().startswith(b"{") and isinstance(json.loads(first), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         return False
 
 

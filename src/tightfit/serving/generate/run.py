@@ -17,6 +17,7 @@ import psutil
 
 from tightfit.core.errors import InvalidInputError, UserError
 from tightfit.core.files import write_atomic
+from tightfit.core.reading import read_bytes
 from tightfit.core.sampling import Sampling, describe_sampling
 from tightfit.data.formats import FORMATS
 from tightfit.engines.open import EngineRequest, open_engine
@@ -413,7 +414,7 @@ def describe_settings(request: EngineRequest, job: GenerateJob) -> dict[str, Any
     """
     template = request.template
     if template is not None and Path(template).is_file():
-        template = hashlib.blake2b(Path(template).read_bytes(), digest_size=16).hexdigest()
+        template = hashlib.blake2b(read_bytes(Path(template)), digest_size=16).hexdigest()
     return {
         "prompts": digest_prompts(job.prompts),
         "model": _digest_model(request.artefact),

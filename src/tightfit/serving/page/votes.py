@@ -14,8 +14,9 @@ from typing import Literal
 from pydantic import ValidationError
 
 from tightfit.core.errors import SetupError
-from tightfit.core.files import describe_kind, sync, take_lock
+from tightfit.core.files import sync, take_lock
 from tightfit.core.frozen import Frozen
+from tightfit.core.reading import describe_kind, open_regular
 
 
 class VoteChoice(str, Enum):
@@ -117,7 +118,7 @@ def append_vote(path: Path, vote: Vote) -> None:
 def read_votes(path: Path) -> Iterator[Vote]:
     """Every vote of the file, in order; lines that are none are passed over."""
     try:
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
             for line in stream:
                 with contextlib.suppress(ValidationError):
                     yield Vote.model_validate_json(line)
