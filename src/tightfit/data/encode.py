@@ -443,12 +443,12 @@ class EncodingJob:
         meter: ReadMeter,
     ) -> None:
         self.findings = DataIssues()
-        self.writer = StoreWriter(folder)
         self._tokenizer = tokenizer
         self._options = options
         self._sources = sources
         self._meter = meter
         self._encoder = RowEncoder(tokenizer, options, self.findings)
+        self.writer = StoreWriter(folder)  # last: its files are open from here on
         self._files: list[StoreFile] = []
         self._formats: list[dict[str, None]] = [{} for _ in sources]
         """By source, in order of appearance."""

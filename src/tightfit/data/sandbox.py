@@ -28,16 +28,16 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment, safe_range
 from jinja2.utils import Namespace
 
-MAX_SOURCE_CHARS = 256 * 1024
-"""Of a template. The longest published ones, for tools and vision, have about 30,000."""
-CPU_SECONDS = 2.0
+MAX_SOURCE_CHARS = 100_000
+"""Of a template. The longest published ones, for tools and vision, have about 17,000."""
+CPU_SECONDS = 1.0
 """Processor time of this thread for one render; an ordinary one takes less than a millisecond."""
 _CPU_SECONDS_PER_CHAR = 1e-6
-_COMPILE_SECONDS = 5.0
-_MAX_CHARS = 2_000_000
+_COMPILE_SECONDS = 2.0
+_MAX_CHARS = 1_000_000
 _CHARS_PER_INPUT_CHAR = 10
 """One value or the output may be this many times as long as the messages, and `_MAX_CHARS`."""
-_MADE_PER_CHAR = 50
+_MADE_PER_CHAR = 100
 """All values of a render together may be this many times as long as one."""
 _ITEM_CHARS = 10
 """What an item of a list counts, besides what it says."""
@@ -47,7 +47,7 @@ _MAX_BITS = 4096
 _MAX_RANGE_NUMBER = 10**12
 _MAX_SCAN = 10**9
 """Characters times characters, for searches from the right, which can compare all with all."""
-_TICKS_PER_CLOCK = 32
+_TICKS_PER_CLOCK = 8
 _SCALARS = frozenset({str, int, float, bool, type(None)})
 _SLOW_FILTERS = ("pprint", "striptags", "urlize", "wordwrap", "xmlattr")
 """Removed: their time grows with the square of the text, and no chat template needs them."""

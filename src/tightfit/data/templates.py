@@ -18,7 +18,7 @@ from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError, f
 from tightfit.core.settings import TrainOn
 from tightfit.core.text import did_you_mean, printable
 from tightfit.data.formats import ASSISTANT, SYSTEM, USER, Message
-from tightfit.data.tokenizer import ChatTokenizer
+from tightfit.data.tokenizer import ChatTokenizer, read_text
 
 if TYPE_CHECKING:
     from jinja2 import Environment, Template
@@ -215,18 +215,19 @@ def _own_file(wanted: str) -> str:
     path = Path(wanted).expanduser()
     known = list_templates()
     try:
-        return path.read_text(encoding="utf-8")
-    except (FileNotFoundError, IsADirectoryError) as error:
+        text = None if path.is_dir() else read_text(path)
+    except InvalidInputError as error:
+        raise InvalidInputError(
+            f"The template {wanted} cannot be read: {error}",
+            remedy="name a readable Jinja file in UTF-8",
+        ) from error
+    if text is None:
         raise NotFoundError(
             f"There is no template `{wanted}`, neither by that name nor as a file."
             f"{did_you_mean(wanted, known)}",
             remedy=f"name one of {', '.join(known)}, or a Jinja file",
-        ) from error
-    except (OSError, ValueError) as error:
-        raise InvalidInputError(
-            f"The template {wanted} cannot be read: {error}.",
-            remedy="name a readable Jinja file in UTF-8",
-        ) from error
+        )
+    return text
 
 
 # Conversations as text with the answers marked, by how the template was run, not by search.
@@ -371,6 +372,8 @@ class ChatRenderer:
                 spans.append(Span(start, at))
             else:
                 at += len(piece)
+        if not spans:  # it wrote such a character itself
+            raise TemplateRenderError("it marks no answer")
         text = _unmark(marked)
         limits = [*(span.start for span in spans[1:]), len(text)]
         drawn = [self._draw_out(text, s, limit) for s, limit in zip(spans, limits, strict=True)]
