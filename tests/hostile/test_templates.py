@@ -21,6 +21,7 @@ from word_model import ROWS, plant_model
 
 NUM_CASES = int(os.environ.get("TIGHTFIT_FUZZ_CASES", "300"))
 SECONDS = 10.0
+"""Of processor time: the machine may be busy."""
 MOST_MEMORY = 2**30
 MESSAGES = [
     {"role": "system", "content": "Be kind."},
@@ -127,12 +128,12 @@ UNREFUSED = [
 
 def attempt(text: str) -> str:
     """What a template renders or is refused with, in limited time and memory."""
-    started, memory = time.perf_counter(), peak_bytes()
+    started, memory = time.process_time(), peak_bytes()
     try:
         said = render(compile_template(text, "theirs"), MESSAGES, NAMES)
     except (UserError, TemplateRenderError) as error:
         said = f"{type(error).__name__}: {error}"
-    assert time.perf_counter() - started < SECONDS, text[:300]
+    assert time.process_time() - started < SECONDS, text[:300]
     assert peak_bytes() - memory < MOST_MEMORY, text[:300]
     return said
 
@@ -388,7 +389,7 @@ def test_prepare_survives_random_templates(model: Path, capsys: pytest.CaptureFi
     for number in range(NUM_CASES // 10):
         text = Grammar(1_000_000 + number).template()
         (model / "chat_template.jinja").write_bytes(text.encode("utf-8", "surrogatepass"))
-        started = time.perf_counter()
+        started = time.process_time()
         answer = run_here(["prepare", str(model), "--data", "rows.jsonl"], capsys)
         assert answer.code in {0, 4}, f"case {number}: {text}\n{answer.err}"
-        assert time.perf_counter() - started < 2 * SECONDS, text
+        assert time.process_time() - started < 2 * SECONDS, text

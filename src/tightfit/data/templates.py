@@ -5,6 +5,7 @@ answers as text and tokens.
 from __future__ import annotations
 
 import re
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -50,7 +51,9 @@ def compile_template(text: str, name: str) -> Template:
         )
     sandbox.start_compile()
     try:
-        compiled = environment.from_string(text)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)  # of the Python that Jinja writes
+            compiled = environment.from_string(text)
     except TemplateSyntaxError as error:
         raise InvalidInputError(
             f"The template {name} is not Jinja: line {error.lineno}: {error.message}.",

@@ -274,10 +274,10 @@ def digest_files(folder: Path) -> str:
     """One digest over the tokenizer files of a folder."""
     digest = hashlib.blake2b(digest_size=16)
     for name in _FILES:
-        path = folder / name
-        if path.is_file():
-            digest.update(f"{name} {path.stat().st_size}\n".encode())
-            digest.update(path.read_bytes())
+        data = read_model_file(folder / name)
+        if data is not None:
+            digest.update(f"{name} {len(data)}\n".encode())
+            digest.update(data)
     return digest.hexdigest()
 
 
