@@ -148,13 +148,13 @@ def cut_by(pattern: str) -> dict[str, Any]:
 
 
 def with_model(**changes: Any) -> dict[str, Any]:
-    document = copy.deepcopy(SEEDS[0])
+    document: dict[str, Any] = copy.deepcopy(SEEDS[0])
     document["model"] |= changes
     return document
 
 
 def added(**changes: Any) -> dict[str, Any]:
-    document = copy.deepcopy(SEEDS[0])
+    document: dict[str, Any] = copy.deepcopy(SEEDS[0])
     document["added_tokens"][1] |= changes
     return document
 
@@ -416,7 +416,7 @@ class Mutator:
             elif isinstance(holder, list):
                 holder += [holder[key]] * self.random.choice([1, 50])
             else:
-                holder[key] = nested(self.random.choice([3, 50, 300]), holder[key])
+                holder[key] = nested(self.random.choice([3, 50]), holder[key])
         return value
 
     def places(self, value: Any, depth: int = 0) -> Iterator[tuple[Any, Any]]:

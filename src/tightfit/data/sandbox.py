@@ -229,7 +229,7 @@ class _CheckedCode(CodeGenerator):
             self.write(", ")
         self.write(")))")
 
-    def visit_Add(self, node: nodes.Add, frame: Frame) -> None:  # noqa: N802
+    def visit_Add(self, node: nodes.BinExpr, frame: Frame) -> None:  # noqa: N802
         """`a + b + c` as one call, which templates are full of."""
         parts = [node.right]
         first = node.left
