@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tightfit.core.errors import InvalidInputError, SetupError, UserError
+from tightfit.core.errors import InvalidInputError, SetupError, UserError, first_line
 from tightfit.core.files import atomic_folder, cache_folder, remove_stale_partials, write_atomic
 from tightfit.core.reading import read_bytes
 from tightfit.core.settings import MAX_SEQ_LEN, TrainOn
@@ -151,7 +151,11 @@ class RowEncoder:
             return []
         spells_control = any(control.holds_name(message.content) for message in messages)
         if self._options.is_encoder_decoder:
-            rows = self._question_answers(messages)
+            try:
+                rows = self._question_answers(messages)
+            except TemplateRenderError as error:
+                self._findings.add("refused", example.place, first_line(error)[:200])
+                return []
         elif example.is_text or self.renderer is None:
             # Plain text is often written for one model, marks included: they count as marks.
             self.counts["text-with-control"] += spells_control
@@ -161,7 +165,7 @@ class RowEncoder:
             try:
                 rendered = self.renderer.rows(messages)
             except TemplateRenderError as error:
-                self._findings.add("refused", example.place, str(error).splitlines()[0][:200])
+                self._findings.add("refused", example.place, first_line(error)[:200])
                 return []
             if not rendered:
                 self._findings.add("empty-answer", example.place, "nothing asks for the answer")
@@ -440,12 +444,12 @@ class EncodingJob:
         meter: ReadMeter,
     ) -> None:
         self.findings = DataIssues()
-        self.writer = StoreWriter(folder)
         self._tokenizer = tokenizer
         self._options = options
         self._sources = sources
         self._meter = meter
         self._encoder = RowEncoder(tokenizer, options, self.findings)
+        self.writer = StoreWriter(folder)  # last: its files are open from here on
         self._files: list[StoreFile] = []
         self._formats: list[dict[str, None]] = [{} for _ in sources]
         """By source, in order of appearance."""

@@ -24,6 +24,7 @@ from tightfit.data.packing import describe_lengths, estimate_padding_waste, scal
 from tightfit.data.readers import ReadMeter, ReadProgress, file_size
 from tightfit.data.sources import OpenedSource, data_files, open_source, read_source
 from tightfit.data.token_store import TokenStore, epoch_rows
+from tightfit.data.tokenizer import build_tokenizer, encode_batch, read_tokenizer_file
 from tightfit.models.resolve import locate_hub_cache
 
 # Guessed tokens: text is split into words, numbers and marks, as byte-pair tokenizers do, and each
@@ -143,10 +144,10 @@ def token_counter(model: str | None) -> TokenCounter:
     if path is None:
         return _guessing(f"no tokenizer.json of {model} on this machine")
     try:
-        import tokenizers
+        import tokenizers  # noqa: F401
     except ImportError:
         return _guessing("for exact counts: pip install 'tightfit[data]'")
-    return _exact(tokenizers, path)
+    return _exact(path)
 
 
 def find_tokenizer(model: str) -> Path | None:
@@ -181,26 +182,15 @@ def _guessing(why: str) -> TokenCounter:
     )
 
 
-def _exact(tokenizers: Any, path: Path) -> TokenCounter:
-    try:
-        tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        raise InvalidInputError(
-            f"{path} is not a tokenizer this version reads: {str(error)[:200]}.",
-            remedy="download the model's tokenizer.json again, or plan without the tokenizer by "
-            "naming the model by its catalogue name",
-        ) from error
-    # The file may ask for truncation or padding, which would falsify every length.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    encode = getattr(tokenizer, "encode_batch_fast", tokenizer.encode_batch)
+def _exact(path: Path) -> TokenCounter:
+    tokenizer = build_tokenizer(read_tokenizer_file(path), path)
 
     def count(texts: Sequence[str]) -> list[int]:
         try:
-            encoded = encode(list(texts), add_special_tokens=False)
+            encoded = encode_batch(tokenizer, texts, path)
         except TypeError:  # half a surrogate pair, which JSON can write and UTF-8 cannot
             whole = [text.encode("utf-8", "replace").decode("utf-8") for text in texts]
-            encoded = encode(whole, add_special_tokens=False)
+            encoded = encode_batch(tokenizer, whole, path)
         return [len(item) for item in encoded]
 
     return TokenCounter(count=count, is_exact=True, description=f"counted with {path}")

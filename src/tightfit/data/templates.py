@@ -4,22 +4,22 @@ answers as text and tokens.
 
 from __future__ import annotations
 
-import json
 import re
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
-from functools import lru_cache, partial
+from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError
+from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError, first_line
 from tightfit.core.settings import TrainOn
-from tightfit.core.text import did_you_mean
+from tightfit.core.text import did_you_mean, printable
 from tightfit.data.formats import ASSISTANT, SYSTEM, USER, Message
-from tightfit.data.tokenizer import ChatTokenizer
+from tightfit.data.tokenizer import ChatTokenizer, read_text
 
 if TYPE_CHECKING:
     from jinja2 import Environment, Template
@@ -41,13 +41,38 @@ def compile_template(text: str, name: str) -> Template:
     """A template ready to render; raises `InvalidInputError` for an error in its text."""
     from jinja2 import TemplateSyntaxError
 
+    environment, sandbox = _environment(), _sandbox()
+    remedy = "correct the template, or name another one with `template:`"
+    if len(text) > sandbox.MAX_SOURCE_CHARS:
+        raise InvalidInputError(
+            f"The template {name} has {len(text):,} characters; "
+            f"at most {sandbox.MAX_SOURCE_CHARS:,} are compiled.",
+            remedy=remedy,
+        )
+    sandbox.start_compile()
     try:
-        return _environment().from_string(text)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", SyntaxWarning)  # of the Python that Jinja writes
+            compiled = environment.from_string(text)
     except TemplateSyntaxError as error:
         raise InvalidInputError(
             f"The template {name} is not Jinja: line {error.lineno}: {error.message}.",
             remedy="correct that line, or name another template with `template:`",
         ) from error
+    except sandbox.TemplateLimitError as error:
+        raise InvalidInputError(
+            f"The template {name} is refused: {error}.", remedy=remedy
+        ) from error
+    except RecursionError as error:
+        raise InvalidInputError(
+            f"The template {name} nests its expressions too deep to compile.", remedy=remedy
+        ) from error
+    except Exception as error:  # its constants are computed, which can fail in any way
+        raise InvalidInputError(
+            f"The template {name} cannot be compiled: {_shortened(error)}.", remedy=remedy
+        ) from error
+    compiled.name = name
+    return compiled
 
 
 def render(
@@ -57,43 +82,55 @@ def render(
     *,
     add_generation_prompt: bool = False,
 ) -> str:
-    """The text of a conversation. Raises `TemplateRenderError` in the template's own words."""
+    """The text of a conversation.
+
+    Raises `TemplateRenderError` in the template's own words, and `InvalidInputError` where the
+    template exceeds a limit: the next messages would not fare better.
+    """
+    sandbox = _sandbox()
+    sandbox.start_render(messages)
     try:
-        return template.render(
+        text = template.render(
             messages=[dict(message) for message in messages],
             tools=None,
             documents=None,
             add_generation_prompt=add_generation_prompt,
             **names,
         )
+        text.encode()  # `{{ '%c' % 55296 }}` writes half a character
+    except sandbox.TemplateLimitError as error:
+        raise InvalidInputError(
+            f"The chat template ({template.name}) is refused: {error}.",
+            remedy="use another template: --set template=NAME, with a name or a Jinja file",
+        ) from error
     except Exception as error:  # a template is code: it can fail in any way
-        raise TemplateRenderError(str(error).strip() or type(error).__name__) from error
+        raise TemplateRenderError(_shortened(error)) from error
+    return text
 
 
-@lru_cache(maxsize=1)
-def _environment() -> Environment:
+def _shortened(error: Exception) -> str:
+    """What an error says, at a length that can be shown."""
+    return printable(first_line(error), most=_ERROR_CHARS)
+
+
+_ERROR_CHARS = 500
+
+
+def _sandbox() -> ModuleType:
     try:
-        from jinja2.ext import loopcontrols
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
+        from tightfit.data import sandbox
     except ImportError as error:
         raise SetupError(
             "Chat templates need jinja2, which is not installed.",
             remedy="pip install 'tightfit[data]'",
         ) from error
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_generation_tag(), loopcontrols]
-    )
-    # Jinja's own escapes HTML, which no model was trained on.
-    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
-    environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return sandbox
+
+
+@lru_cache(maxsize=1)
+def _environment() -> Environment:
+    environment: Environment = _sandbox().ChatEnvironment([_generation_tag()])
     return environment
-
-
-def _raise(message: str) -> None:
-    from jinja2 import TemplateError
-
-    raise TemplateError(message)
 
 
 def _generation_tag() -> Any:
@@ -181,18 +218,19 @@ def _own_file(wanted: str) -> str:
     path = Path(wanted).expanduser()
     known = list_templates()
     try:
-        return path.read_text(encoding="utf-8")
-    except (FileNotFoundError, IsADirectoryError) as error:
+        text = None if path.is_dir() else read_text(path)
+    except InvalidInputError as error:
+        raise InvalidInputError(
+            f"The template {wanted} cannot be read: {error}",
+            remedy="name a readable Jinja file in UTF-8",
+        ) from error
+    if text is None:
         raise NotFoundError(
             f"There is no template `{wanted}`, neither by that name nor as a file."
             f"{did_you_mean(wanted, known)}",
             remedy=f"name one of {', '.join(known)}, or a Jinja file",
-        ) from error
-    except (OSError, ValueError) as error:
-        raise InvalidInputError(
-            f"The template {wanted} cannot be read: {error}.",
-            remedy="name a readable Jinja file in UTF-8",
-        ) from error
+        )
+    return text
 
 
 # Conversations as text with the answers marked, by how the template was run, not by search.
@@ -337,10 +375,15 @@ class ChatRenderer:
                 spans.append(Span(start, at))
             else:
                 at += len(piece)
+        if not spans:  # it wrote such a character itself
+            raise TemplateRenderError("it marks no answer")
         text = _unmark(marked)
         limits = [*(span.start for span in spans[1:]), len(text)]
         drawn = [self._draw_out(text, s, limit) for s, limit in zip(spans, limits, strict=True)]
-        *earlier, last = [span for span in drawn if span.end > span.start]
+        filled = [span for span in drawn if span.end > span.start]
+        if not filled:
+            raise TemplateRenderError("its generation blocks hold no answer")
+        *earlier, last = filled
         if not self._is_control(text[last.end - 1]):
             text, last = self._with_stop(text[: last.end], last)
         return RenderedRow(text, (*earlier, last))

@@ -7,15 +7,26 @@ and the tokenizer is loaded with the aliases as its special tokens. So a message
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+import stat
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError
+from tightfit.core.errors import (
+    InvalidInputError,
+    NotFoundError,
+    SetupError,
+    UserError,
+    first_line,
+)
+from tightfit.core.text import printable
 
 # Control tokens kept apart from text: what a message says can never open or close a turn.
 
@@ -179,15 +190,18 @@ class ChatTokenizer:
 
     def encode_sealed(self, texts: Sequence[str]) -> list[Any]:
         """`tokenizers` encodings of texts in which control tokens are aliases; nothing is added."""
-        return list(self._aliased.encode_batch(list(texts), add_special_tokens=False))
+        path = self.folder / TOKENIZER_FILE
+        return encode_batch(self._aliased, texts, path, with_offsets=True)
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a text in which control tokens count wherever they stand; nothing is added."""
-        return list(self._text.encode(text, add_special_tokens=False).ids)
+        return list(encode_batch(self._text, [text], self.folder / TOKENIZER_FILE)[0].ids)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text, control tokens included."""
-        return str(self._text.decode([int(i) for i in token_ids], skip_special_tokens=False))
+        numbers = [int(i) for i in token_ids]
+        with _panics_reported(self.folder / TOKENIZER_FILE):
+            return str(self._text.decode(numbers, skip_special_tokens=False))
 
     def choose_pad(self, stop_ids: Sequence[int]) -> tuple[int, str | None]:
         """A token to pad with that ends no answer, and what to say if it is not the obvious one."""
@@ -205,20 +219,12 @@ class ChatTokenizer:
 
 
 def load_tokenizer(folder: Path) -> ChatTokenizer:
-    """Read a model folder's tokenizer files. Everything is local; no code of the model runs."""
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise NotFoundError(
-            f"{folder} holds no tokenizer.json.",
-            remedy="save the model's fast tokenizer there: "
-            "AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER)",
-        )
-    document = _read_object(path)
-    if not isinstance(document.get("model"), dict):
-        raise InvalidInputError(
-            f"{path} is no tokenizer: it has no `model`.",
-            remedy="copy or download the model's tokenizer.json again",
-        )
+    """Read a model folder's tokenizer files. Everything is local; no code of the model runs.
+
+    The files are anyone's: what is wrong with one is an error that names it.
+    """
+    path = folder / TOKENIZER_FILE
+    document = read_tokenizer_file(path)
     settings = _read_object(folder / "tokenizer_config.json")
     config = _read_object(folder / "config.json")
     adapter = _read_object(folder / "adapter_config.json")  # whose folder has no config.json
@@ -230,13 +236,16 @@ def load_tokenizer(folder: Path) -> ChatTokenizer:
     added = [text for token in special if (text := _content(token))]
     missing = _add_named(document, [*names.values(), *added])
     names = {key: text for key, text in names.items() if text not in missing}
-    text = _build(document, folder)
-    eos = text.token_to_id(names["eos_token"]) if "eos_token" in names else None
     generation = _read_object(folder / "generation_config.json")
-    stops = _stop_ids(eos, generation, config, int(text.get_vocab_size(with_added_tokens=True)))
-    control = make_control_tokens(_control_ids(document, text, names, stops))
-    aliased = _build(alias_tokenizer(document, control.alias_of), folder)
-    moved = [alias for alias, number in control.ids.items() if aliased.token_to_id(alias) != number]
+    with _panics_reported(path):
+        text = build_tokenizer(document, path)
+        eos = text.token_to_id(names["eos_token"]) if "eos_token" in names else None
+        vocab_size = int(text.get_vocab_size(with_added_tokens=True))
+        stops = _stop_ids(eos, generation, config, vocab_size)
+        control = make_control_tokens(_control_ids(document, text, names, stops))
+        aliased = build_tokenizer(alias_tokenizer(document, control.alias_of), path)
+        moved = [a for a, number in control.ids.items() if aliased.token_to_id(a) != number]
+        begins_with = _begin_token(text, control)
     if moved:
         raise InvalidInputError(
             f"{path} numbers {len(moved)} special tokens in a way that cannot be kept, "
@@ -250,7 +259,7 @@ def load_tokenizer(folder: Path) -> ChatTokenizer:
         control=control,
         chat_templates=_chat_templates(folder, settings),
         stop_ids=stops,
-        begins_with=_begin_token(text, control),
+        begins_with=begins_with,
         is_encoder_decoder=bool(config.get("is_encoder_decoder"))
         or adapter.get("task_type") == "SEQ_2_SEQ_LM",
         notes=tuple(
@@ -265,25 +274,261 @@ def digest_files(folder: Path) -> str:
     """One digest over the tokenizer files of a folder."""
     digest = hashlib.blake2b(digest_size=16)
     for name in _FILES:
-        path = folder / name
-        if path.is_file():
-            digest.update(f"{name} {path.stat().st_size}\n".encode())
-            digest.update(path.read_bytes())
+        data = read_model_file(folder / name)
+        if data is not None:
+            digest.update(f"{name} {len(data)}\n".encode())
+            digest.update(data)
     return digest.hexdigest()
+
+
+# The files come with a model, from anyone: nothing in them is taken on trust.
+
+TOKENIZER_FILE = "tokenizer.json"
+_MAX_FILE_BYTES = 64 * 2**20
+"""The largest published tokenizer.json, Gemma's, has 33 MB."""
+_MAX_JSON_ITEMS = 6_000_000
+"""Commas and brackets: an item takes up to 100 bytes of memory. Gemma's has 3 million."""
+_MAX_TOKEN_ID = 2**31 - 1
+_MAX_ADDED_CHARS = 4_000_000
+_MAX_PIECE_CHARS = 10_000_000
+"""Of a Unigram model: its trie takes about 100 bytes per character."""
+_MAX_PATTERN_CHARS = 100_000
+_MAX_WORD_CHARS = 1000
+"""Of WordPiece, whose time grows with the square of it. BERT's is 100."""
+_MAX_GROWTH = 100
+"""How many times longer a text may become before it is cut into tokens."""
+_ENCODE_SECONDS = 8.0
+_ENCODE_CHARS_PER_SECOND = 100_000
+"""A tenth of what one slow core does."""
+_LONE_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_AGAIN = "copy or download that file again"
+
+
+def read_model_file(path: Path) -> bytes | None:
+    """A file's bytes; None where there is no such file."""
+    try:
+        facts = path.stat()
+        if not stat.S_ISREG(facts.st_mode):
+            what = "a folder" if stat.S_ISDIR(facts.st_mode) else "a pipe or a device"
+            raise InvalidInputError(f"{path} is {what}, not a file.", remedy=_AGAIN)
+        if facts.st_size > _MAX_FILE_BYTES:
+            raise InvalidInputError(
+                f"{path} has {facts.st_size / 2**20:,.0f} MiB; at most "
+                f"{_MAX_FILE_BYTES // 2**20} MiB of it are read.",
+                remedy=_AGAIN,
+            )
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        raise InvalidInputError(
+            f"{path} cannot be read: {first_line(error)}.", remedy=_AGAIN
+        ) from error
 
 
 def _read_object(path: Path) -> dict[str, Any]:
     """A JSON object; empty where there is no such file."""
-    try:
-        value = json.loads(path.read_bytes())
-    except FileNotFoundError:
+    data = read_model_file(path)
+    if data is None:
         return {}
-    except (OSError, ValueError) as error:
+    if sum(map(data.count, (b",", b"[", b"{"))) > _MAX_JSON_ITEMS:
+        raise InvalidInputError(f"{path} holds more than {_MAX_JSON_ITEMS:,} items.", remedy=_AGAIN)
+    try:
+        value = json.loads(data)
+        if _LONE_SURROGATE.search(data):
+            json.dumps(value, ensure_ascii=False).encode()
+    except (ValueError, RecursionError) as error:
+        what = "it nests too deep" if isinstance(error, RecursionError) else first_line(error)
+        raise InvalidInputError(f"{path} cannot be read as JSON: {what}.", remedy=_AGAIN) from error
+    if not isinstance(value, dict):
+        raise InvalidInputError(f"{path} is no JSON object.", remedy=_AGAIN)
+    return value
+
+
+def read_tokenizer_file(path: Path) -> dict[str, Any]:
+    """A tokenizer.json whose parts are of the right types and sizes."""
+    document = _read_object(path)
+    if not document and not path.exists():
+        raise NotFoundError(
+            f"{path.parent} holds no {path.name}.",
+            remedy="save the model's fast tokenizer there: "
+            "AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER)",
+        )
+    if not isinstance(document.get("model"), dict):
         raise InvalidInputError(
-            f"{path} cannot be read as JSON: {error}.",
-            remedy="copy or download that file again",
+            f"{path} is not a tokenizer: it has no `model`.",
+            remedy="copy or download the model's tokenizer.json again",
+        )
+    wrong = next(_faults_of(document), None)
+    if wrong is not None:
+        raise InvalidInputError(
+            f"{path} is not a tokenizer that can be used: {wrong}.",
+            remedy="copy or download the model's tokenizer.json again",
+        )
+    return document
+
+
+def _faults_of(document: dict[str, Any]) -> Iterator[str]:
+    """What is wrong with a tokenizer.json, of what the library would not survive."""
+    added = document.get("added_tokens")
+    if added is None:
+        added = document["added_tokens"] = []
+    if not isinstance(added, list) or not all(map(_is_added_token, added)):
+        yield "an entry of `added_tokens` has no `content` and `id`, or an id out of range"
+        return
+    if any(_PRIVATE.search(token["content"]) for token in added):
+        yield "an added token has characters of private-use plane 16, which mark control tokens"
+    if sum(len(token["content"]) for token in added) > _MAX_ADDED_CHARS:
+        yield f"its added tokens have more than {_MAX_ADDED_CHARS:,} characters"
+    yield from _faults_of_model(document["model"])
+    for sections in (("normalizer", "pre_tokenizer"), ("post_processor",), ("decoder",)):
+        growth = 1.0
+        for part in _objects([document.get(section) for section in sections]):
+            yield from _faults_of_part(part)
+            growth *= _growth_of(part)
+        if growth > _MAX_GROWTH:
+            yield f"its `{sections[0]}` makes texts more than {_MAX_GROWTH} times as long"
+
+
+def _is_added_token(token: Any) -> bool:
+    return (
+        isinstance(token, dict)
+        and isinstance(token.get("content"), str)
+        and bool(token["content"])
+        and _is_token_id(token.get("id"))
+    )
+
+
+def _is_token_id(value: Any) -> bool:
+    return type(value) is int and 0 <= value <= _MAX_TOKEN_ID
+
+
+def _faults_of_model(model: dict[str, Any]) -> Iterator[str]:
+    vocab = model.get("vocab")
+    if isinstance(vocab, dict):
+        if not all(map(_is_token_id, vocab.values())):
+            yield f"its `vocab` has a number that is not between 0 and {_MAX_TOKEN_ID}"
+    elif isinstance(vocab, list):
+        if not all(isinstance(i, list) and len(i) == 2 and isinstance(i[0], str) for i in vocab):
+            yield "its `vocab` has an entry that is not a text and a score"
+        elif sum(len(item[0]) for item in vocab) > _MAX_PIECE_CHARS:
+            yield f"its `vocab` has more than {_MAX_PIECE_CHARS:,} characters"
+    else:
+        yield "its `model` has no `vocab`"
+    if not isinstance(model.get("unk_token"), str | type(None)):
+        yield "its `unk_token` is not a text"
+    longest = model.get("max_input_chars_per_word", 0)
+    if not isinstance(longest, int) or not 0 <= longest <= _MAX_WORD_CHARS:
+        yield f"its `max_input_chars_per_word` is not between 0 and {_MAX_WORD_CHARS}"
+
+
+def _objects(part: Any) -> Iterator[dict[str, Any]]:
+    """Every object in a part of the file, however deep."""
+    waiting = [part]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, dict):
+            yield item
+            waiting += item.values()
+        elif isinstance(item, list):
+            waiting += item
+
+
+def _faults_of_part(part: dict[str, Any]) -> Iterator[str]:
+    pattern = part.get("Regex")
+    if isinstance(pattern, str) and len(pattern) > _MAX_PATTERN_CHARS:
+        yield f"a pattern has more than {_MAX_PATTERN_CHARS:,} characters"
+    table = part.get("precompiled_charsmap")
+    if table is not None and _charsmap_texts(table) is None:
+        yield "its `precompiled_charsmap` is broken"
+
+
+def _growth_of(part: dict[str, Any]) -> float:
+    """About how many times longer one step can make a text."""
+    kind, content = part.get("type"), part.get("content")
+    if kind == "ByteLevel":
+        return 2.0
+    if kind == "Precompiled":
+        texts = _charsmap_texts(part.get("precompiled_charsmap")) or b""
+        # A character that becomes a long text has three bytes itself, as U+FDFA has.
+        return max(1.0, max(map(len, texts.split(b"\0"))) / 3)
+    if kind == "Replace" and isinstance(content, str):
+        pattern = part.get("pattern")
+        replaced = pattern.get("String") if isinstance(pattern, dict) else pattern
+        if isinstance(replaced, str) and replaced:
+            return max(1.0, len(content) / len(replaced))
+        return 1.0 + len(content)  # a regex can match nothing at all, everywhere
+    if kind == "TemplateProcessing":
+        forms = [len(f) for f in (part.get("single"), part.get("pair")) if isinstance(f, list)]
+        ids = [len(i["ids"]) for i in _objects(part) if isinstance(i.get("ids"), list)]
+        return float(max(1, *forms, 1) * max(1, *ids, 1))
+    return 1.0
+
+
+def _charsmap_texts(table: Any) -> bytes | None:
+    """What SentencePiece's table writes instead of characters; None if the table is broken.
+
+    The library allocates what the table says its trie takes, before it looks for it.
+    """
+    try:
+        data = base64.b64decode(table, validate=True)
+    except (TypeError, ValueError):
+        return None
+    size = int.from_bytes(data[:4], "little")
+    return data[4 + size :] if len(data) >= 4 + size and size % 4 == 0 else None
+
+
+@contextmanager
+def _panics_reported(path: Path) -> Iterator[None]:
+    """Errors of the Rust library, panics included, as errors that name the file."""
+    try:
+        yield
+    except UserError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        what = printable(first_line(error), most=200)
+        raise InvalidInputError(
+            f"{path} is not a tokenizer this version reads: {what}.",
+            remedy="download the model's tokenizer.json again, or pip install -U tokenizers",
         ) from error
-    return value if isinstance(value, dict) else {}
+
+
+def encode_batch(
+    tokenizer: Any, texts: Sequence[str], path: Path, *, with_offsets: bool = False
+) -> list[Any]:
+    """Encodings without special tokens, in limited time: a file's pattern can take for ever.
+
+    The library lets go of Python's lock as it works, so that this thread can stop waiting.
+    """
+    encode = tokenizer.encode_batch
+    if not with_offsets:
+        encode = getattr(tokenizer, "encode_batch_fast", encode)
+    outcome: list[Any] = []
+
+    def work() -> None:
+        try:
+            outcome.append(encode(list(texts), add_special_tokens=False))
+        except BaseException as error:  # to the waiting thread
+            outcome.append(error)
+
+    seconds = _ENCODE_SECONDS + sum(map(len, texts)) / _ENCODE_CHARS_PER_SECOND
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if not outcome:
+        raise InvalidInputError(
+            f"{path} takes more than {seconds:.0f} s to encode {len(texts):,} texts: one of its "
+            "patterns matches too slowly.",
+            remedy="copy or download the model's tokenizer.json again",
+        )
+    if isinstance(outcome[0], (TypeError, UnicodeError)):  # half a surrogate pair in a text
+        raise outcome[0]
+    with _panics_reported(path):
+        if isinstance(outcome[0], BaseException):
+            raise outcome[0]
+    return list(outcome[0])
 
 
 def _content(value: Any) -> str | None:
@@ -294,7 +539,7 @@ def _content(value: Any) -> str | None:
 
 def _add_named(document: dict[str, Any], names: Sequence[str]) -> list[str]:
     """Make named special tokens special, as transformers does; returns those with no number."""
-    added = document.setdefault("added_tokens", [])
+    added = document["added_tokens"]
     held = {token["content"] for token in added}
     vocab = document["model"].get("vocab") or {}
     numbers = (
@@ -305,7 +550,7 @@ def _add_named(document: dict[str, Any], names: Sequence[str]) -> list[str]:
     for name in dict.fromkeys(names):
         if name in held:
             continue
-        if name in numbers:
+        if name in numbers and not _PRIVATE.search(name):
             added.append({"id": numbers[name], "content": name, **flags, "special": True})
         else:
             missing.append(name)
@@ -313,7 +558,8 @@ def _add_named(document: dict[str, Any], names: Sequence[str]) -> list[str]:
     return missing
 
 
-def _build(document: Mapping[str, Any], folder: Path) -> Any:
+def build_tokenizer(document: Mapping[str, Any], path: Path) -> Any:
+    """The library's tokenizer of a document from `read_tokenizer_file`."""
     try:
         import tokenizers
     except ImportError as error:
@@ -321,17 +567,11 @@ def _build(document: Mapping[str, Any], folder: Path) -> Any:
             "Encoding data needs the tokenizers package, which is not installed.",
             remedy="pip install 'tightfit[data]'",
         ) from error
-    try:
+    with _panics_reported(path):
         built = tokenizers.Tokenizer.from_str(json.dumps(document))
-    except Exception as error:  # the library raises bare Exception
-        raise InvalidInputError(
-            f"{folder / 'tokenizer.json'} is not a tokenizer this version reads: "
-            f"{str(error)[:200]}.",
-            remedy="pip install -U tokenizers, or download the model's tokenizer.json again",
-        ) from error
-    # The file may ask for truncation or padding, which is ours to decide.
-    built.no_truncation()
-    built.no_padding()
+        # The file may ask for truncation or padding, which is ours to decide.
+        built.no_truncation()
+        built.no_padding()
     return built
 
 
@@ -341,7 +581,7 @@ def _stop_ids(
     found: list[Any] = [] if eos is None else [eos]
     for stated in (generation.get("eos_token_id"), config.get("eos_token_id")):
         found += stated if isinstance(stated, list) else [stated]
-    whole = [i for i in found if isinstance(i, int) and 0 <= i < vocab_size]
+    whole = [i for i in found if type(i) is int and 0 <= i < vocab_size]
     return tuple(dict.fromkeys(whole))
 
 
@@ -353,7 +593,8 @@ def _control_ids(
     held = {token["content"]: bool(token.get("special")) for token in added}
     framing = {*names.values(), *(text.id_to_token(stop) for stop in stops)}
     wanted = [name for name, is_special in held.items() if is_special or name in framing]
-    return {name: int(text.token_to_id(name)) for name in wanted if not name.isspace()}
+    numbers = {name: text.token_to_id(name) for name in wanted if not name.isspace()}
+    return {name: int(number) for name, number in numbers.items() if number is not None}
 
 
 def _chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
@@ -365,26 +606,30 @@ def _chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]
     elif isinstance(stated, dict):
         found |= {str(k): v for k, v in stated.items() if isinstance(v, str)}
     elif isinstance(stated, list):
-        found |= {str(i["name"]): str(i["template"]) for i in stated if isinstance(i, dict)}
-    own = folder / "chat_template.jinja"
-    try:
-        if own.is_file():
-            found["default"] = own.read_text(encoding="utf-8")
-        for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-            found[path.stem] = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidInputError(
-            f"A chat template in {folder} cannot be read: {error}.",
-            remedy="copy or download that file again",
-        ) from error
+        entries = [i for i in stated if isinstance(i, dict) and isinstance(i.get("template"), str)]
+        found |= {str(entry.get("name", "default")): entry["template"] for entry in entries}
+    others = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    for name, path in [("default", folder / "chat_template.jinja"), *((p.stem, p) for p in others)]:
+        text = read_text(path)
+        if text is not None:
+            found[name] = text
     return found
+
+
+def read_text(path: Path) -> str | None:
+    """A text file in UTF-8; None where there is no such file."""
+    data = read_model_file(path)
+    try:
+        return None if data is None else data.decode().replace("\r\n", "\n").replace("\r", "\n")
+    except UnicodeDecodeError as error:
+        raise InvalidInputError(f"{path} is not UTF-8: {error}.", remedy=_AGAIN) from error
 
 
 def _begin_token(text: Any, control: ControlTokens) -> str | None:
     """What a plain `encode` puts first. As in transformers 5, the tokenizer file alone decides."""
     bare = text.encode("a", add_special_tokens=False).ids
     framed = text.encode("a").ids
-    if framed[:1] == bare[:1]:
+    if not framed or framed[:1] == bare[:1]:
         return None
     name = text.id_to_token(framed[0])
     return name if name in control.alias_of else None

@@ -448,6 +448,8 @@ def _make_settings(request: EngineRequest, *, context: int, slots: int) -> Any:
     settings.cache_idle_slots = False
     settings.endpoint_slots = False
     settings.ui = False
+    # Prompts come as tokens: llama.cpp need not run the model's own template, which has no limits.
+    settings.chat_template, settings.use_jinja = "chatml", False
     if request.device == "cpu" and not request.hosts:
         settings.n_gpu_layers = 0
     number = request.device.partition(":")[2]
