@@ -459,6 +459,13 @@ _KINDS: tuple[Callable[[random.Random], HostileRequest], ...] = (
 )
 
 
+def draw_misbehaviour(seed: int) -> Iterator[HostileRequest]:
+    """Without end: slow, silent and vanishing clients, and junk."""
+    drawn = random.Random(seed)
+    while True:
+        yield drawn.choice((_slow_head, _half_body, _silent, _gone, _no_http))(drawn)
+
+
 @contextlib.contextmanager
 def idle_connections(port: int, count: int) -> Iterator[list[socket.socket]]:
     """Connections that say nothing until the block ends."""

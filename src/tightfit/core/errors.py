@@ -14,6 +14,8 @@ Other exit codes are the `EXIT_*` constants.
 
 from __future__ import annotations
 
+from tightfit.core.text import disarm
+
 EXIT_BUG = 70
 """EX_SOFTWARE of sysexits.h: an error in tightfit, not the user's."""
 EXIT_REQUEUE = 75
@@ -39,6 +41,10 @@ class UserError(Exception):
         super().__init__(problem)
         self.problem = problem
         self.remedy = remedy
+
+    def as_lines(self) -> str:
+        """For the stderr of a process without the command line's own report."""
+        return disarm(f"error: {self.problem}\n  try: {self.remedy}")
 
     def __reduce__(self) -> tuple[object, ...]:
         """Survive pickling from a worker process, keyword-only arguments and all."""
