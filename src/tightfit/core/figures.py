@@ -16,7 +16,7 @@ from typing import Any
 
 from tightfit.core.errors import SetupError
 from tightfit.core.files import write_atomic
-from tightfit.core.text import escape_html
+from tightfit.core.text import escape_html, sanitize_lines
 
 # The frame of every HTML page: one self-contained file, nothing fetched, light and dark.
 
@@ -261,7 +261,9 @@ def pick_colours(names: Sequence[str], known: Mapping[str, str]) -> dict[str, st
 
 def add_tooltip(artist: Any, text: str) -> None:
     """Shown by the browser where the pointer rests on it."""
-    artist.set_gid(_TIP + text)  # the SVG writer keeps it as an id; `render_figure` reads it there
+    artist.set_gid(
+        _TIP + sanitize_lines(text)
+    )  # the SVG writer keeps it as an id; `render_figure` reads it there
 
 
 def write_figure(
@@ -294,6 +296,7 @@ def _save(figure: Any, kind: str) -> bytes:
 
     for text in figure.findobj(Text):
         text.set_parse_math(False)  # a dollar sign in a file's name starts no formula
+        text.set_text(sanitize_lines(text.get_text()))
     file = io.BytesIO()
     metadata = {"Software": "tightfit"} if kind == "png" else {"Date": None}
     # Words in an SVG stay text; its ids are the same each time.
