@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import logging
 import os
 import socket
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -58,10 +59,13 @@ _HEADERS = (
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 7860
 WRONG_NAME = "Open this page as http://127.0.0.1:PORT/, or start it with --host and --password.\n"
+UNREADABLE = "The page does not understand this request.\n"
 WRONG_SITE = "Requests of other sites' pages are refused.\n"
 SECONDS_TO_END = 2
 """For open streams when the page is stopped."""
 LOGIN = "Any user name will do. The password is the one given to --password."
+
+_LOGGER = logging.getLogger(__name__)
 
 Scope = MutableMapping[str, Any]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -240,7 +244,7 @@ def serve_app(app: Asgi, bound: BoundSocket, *, on_ready: Callable[[], None]) ->
                 on_ready()
 
     limits = ServerLimits()
-    app = cast(Asgi, BodyLimit(cast(Any, app), limits.max_body_bytes))
+    app = cast(Asgi, BodyLimit(cast(Any, refuse_unreadable(app)), limits.max_body_bytes))
     config = make_config(
         require_own_name(app, is_loopback_only=bound.is_loopback),
         replace(limits, max_connections=reserve_connections(limits.max_connections)),
@@ -271,6 +275,41 @@ def require_own_name(app: Asgi, *, is_loopback_only: bool) -> Asgi:
                 await _refuse(send, 403, WRONG_SITE)
                 return
         await app(scope, receive, send)
+
+    return guarded
+
+
+def refuse_unreadable(app: Asgi) -> Asgi:
+    """The same app; what it cannot read is refused in a line, where gradio fails with a traceback.
+
+    What our own code does with a request runs behind gradio's queue, and never raises here.
+    """
+
+    async def guarded(scope: Scope, receive: Any, send: Send) -> None:
+        if scope["type"] != "http":
+            await app(scope, receive, send)
+            return
+        held: list[MutableMapping[str, Any]] = []
+        has_begun = False
+
+        async def send_or_hold(message: MutableMapping[str, Any]) -> None:
+            nonlocal has_begun
+            # Starlette answers 500 before it raises.
+            if held or message.get("status") == 500:
+                held.append(message)
+                return
+            has_begun = True
+            await send(message)
+
+        try:
+            await app(scope, receive, send_or_hold)
+        except Exception as error:
+            _LOGGER.error("the page could not read a request: %s", type(error).__name__)
+            if not has_begun:
+                await _refuse(send, 400, UNREADABLE)
+            return
+        for message in held:
+            await send(message)
 
     return guarded
 
