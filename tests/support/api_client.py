@@ -7,13 +7,14 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import httpx
 
 from tightfit.engines.protocol import Engine
 from tightfit.serving.http.app import ApiSettings
+from tightfit.serving.http.limits import ServerLimits
 from tightfit.serving.http.registry import ServerPhase
 from tightfit.serving.http.server import ApiServer
 from tightfit.serving.sockets import bind_socket
@@ -49,8 +50,14 @@ def serving(
     drain_seconds: float = 5.0,
     **settings: Any,
 ) -> Iterator[Served]:
-    """Engines behind the API until the block ends; they are closed with it."""
-    server = ApiServer(bind_socket(host, 0), ApiSettings(**settings), drain_seconds=drain_seconds)
+    """Engines behind the API until the block ends; they are closed with it.
+
+    `settings`: those of `ApiSettings` and of its limits.
+    """
+    names_of_limits = {field.name for field in fields(ServerLimits)}
+    limits = {name: settings.pop(name) for name in names_of_limits & settings.keys()}
+    given = ApiSettings(limits=ServerLimits(**limits), **settings)
+    server = ApiServer(bind_socket(host, 0), given, drain_seconds=drain_seconds)
     loaded = [
         (engine, (name, f"{name}-alias")) for engine, name in zip(engines, names, strict=False)
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tightfit.api.call import accepts_keywords
 from tightfit.api.options.engines import engine_request
@@ -146,21 +146,23 @@ def choose_key(given: str | None, *, is_loopback: bool) -> tuple[str | None, str
 def _settings(
     options: ServeOptions, bound: BoundSocket, api_key: str | None, watcher: ServeWatcher
 ) -> ApiSettings:
-    from tightfit.serving.http.app import (
-        DEFAULT_MAX_BODY_BYTES,
-        DEFAULT_MAX_QUEUE,
-        DEFAULT_TIMEOUT_SECONDS,
-        ApiSettings,
-    )
+    from tightfit.serving.http.app import ApiSettings
+    from tightfit.serving.http.limits import ServerLimits
     from tightfit.serving.http.server import LOOPBACK_NAMES
 
+    given = {
+        "max_queue": options.max_queue,
+        "answer_seconds": options.timeout,
+        "max_body_bytes": options.max_body_mib and options.max_body_mib * 2**20,
+        "max_connections": options.max_connections,
+        "request_seconds": options.request_timeout,
+    }
+    stated: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     return ApiSettings(
         api_key=api_key,
         host_names=(*LOOPBACK_NAMES, bound.host) if bound.is_loopback else None,
         cors_origins=tuple(origin.strip().rstrip("/") for origin in options.cors or ()),
-        max_queue=DEFAULT_MAX_QUEUE if options.max_queue is None else options.max_queue,
-        timeout_seconds=options.timeout or DEFAULT_TIMEOUT_SECONDS,
-        max_body_bytes=(options.max_body_mib or 0) * 2**20 or DEFAULT_MAX_BODY_BYTES,
+        limits=ServerLimits(**stated),
         report=watcher.message,
         report_error=watcher.request_failed,
     )

@@ -22,7 +22,7 @@ from tightfit.cli.generate import StopRequestedError, render_gb, show_result, si
 from tightfit.cli.terminal.output import announce, show_json, write_err
 from tightfit.cli.terminal.screen import Cell, heading, make_table, plain, show
 from tightfit.core.errors import EXIT_INTERRUPTED, EXIT_REQUEUE
-from tightfit.core.text import count_of, sanitize
+from tightfit.core.text import count_of, disarm, sanitize
 from tightfit.core.units import render_seconds, render_usd
 from tightfit.farming.estimate import Bounds, EstimateBasis, FarmEstimate
 from tightfit.farming.folder import FarmFile
@@ -346,7 +346,7 @@ class _FarmScreen(FarmWatcher):
 
         def write(text: str) -> None:
             if self._live is not None:
-                self._live.console.print(text)
+                self._live.console.print(disarm(text), markup=False, highlight=False)
             else:
                 write_err(f"{text}\n")
 

@@ -194,7 +194,7 @@ def main(peer: str, device: str | None = None) -> int:
     try:
         address, found = probe_address(peer, device)
     except UserError as error:
-        sys.stderr.write(f"error: {error.problem}\n  try: {error.remedy}\n")
+        sys.stderr.write(f"{error.as_lines()}\n")
         return error.exit_code
     sys.stdout.write(f"{address} {found}\n")
     return 0

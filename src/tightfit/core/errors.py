@@ -14,6 +14,8 @@ Other exit codes are the `EXIT_*` constants.
 
 from __future__ import annotations
 
+from tightfit.core.text import disarm
+
 EXIT_BUG = 70
 """EX_SOFTWARE of sysexits.h: an error in tightfit, not the user's."""
 EXIT_REQUEUE = 75
@@ -41,6 +43,10 @@ class UserError(Exception):
         self.problem = hide_secrets(problem)
         self.remedy = hide_secrets(remedy)
         super().__init__(self.problem)
+
+    def as_lines(self) -> str:
+        """For the stderr of a process without the command line's own report."""
+        return disarm(f"error: {self.problem}\n  try: {self.remedy}")
 
     def __reduce__(self) -> tuple[object, ...]:
         """Survive pickling from a worker process, keyword-only arguments and all."""

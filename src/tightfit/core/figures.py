@@ -11,12 +11,12 @@ import re
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from tightfit.core.errors import SetupError
 from tightfit.core.files import write_atomic
+from tightfit.core.text import escape_html, sanitize_lines
 
 # The frame of every HTML page: one self-contained file, nothing fetched, light and dark.
 
@@ -61,13 +61,21 @@ th { font-weight: 600; }
 """
 
 
+_POLICY = (
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:; "
+    "base-uri 'none'; form-action 'none'"
+)
+"""The browser itself fetches nothing, whatever a model's or a run's name holds."""
+
+
 def render_page(title: str, body: str, *, style: str = "", script: str = "") -> str:
     """The whole document. `body` is markup; `title` is text."""
     ending = f"<script>{script}</script>\n" if script else ""
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{escape(title)}</title>\n<style>{STYLE}{style}</style>\n</head>\n<body>\n"
+        f"<title>{escape_html(title)}</title>\n<style>{STYLE}{style}</style>\n</head>\n<body>\n"
         f"{body}{ending}</body>\n</html>\n"
     )
 
@@ -76,12 +84,12 @@ def render_table(
     rows: Iterable[Sequence[str]], *, head: Sequence[str] = (), title: str = "", note: str = ""
 ) -> str:
     """Text as a table, under a heading and a sentence."""
-    lines = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
+    lines = ["".join(f"<td>{escape_html(cell)}</td>" for cell in row) for row in rows]
     if head:
-        lines.insert(0, "".join(f"<th>{escape(name)}</th>" for name in head))
+        lines.insert(0, "".join(f"<th>{escape_html(name)}</th>" for name in head))
     inside = "".join(f"<tr>{line}</tr>" for line in lines)
-    above = f"<h2>{escape(title)}</h2>\n" if title else ""
-    above += f"<p>{escape(note)}</p>\n" if note else ""
+    above = f"<h2>{escape_html(title)}</h2>\n" if title else ""
+    above += f"<p>{escape_html(note)}</p>\n" if note else ""
     return f'{above}<div class="scroll"><table>{inside}</table></div>\n'
 
 
@@ -253,7 +261,9 @@ def pick_colours(names: Sequence[str], known: Mapping[str, str]) -> dict[str, st
 
 def add_tooltip(artist: Any, text: str) -> None:
     """Shown by the browser where the pointer rests on it."""
-    artist.set_gid(_TIP + text)  # the SVG writer keeps it as an id; `render_figure` reads it there
+    artist.set_gid(
+        _TIP + sanitize_lines(text)
+    )  # the SVG writer keeps it as an id; `render_figure` reads it there
 
 
 def write_figure(
@@ -273,7 +283,7 @@ def render_figure(figure: Any, hovers: Sequence[Hover] = (), *, label: str) -> s
     text = _save(figure, "svg").decode()
     text = re.sub(r' xmlns(:\w+)?="[^"]*"', "", text[text.index("<svg") :])
     text = re.sub(r"<metadata>.*?</metadata>\s*", "", text, flags=re.DOTALL)
-    text = text.replace("<svg", f'<svg role="img" aria-label="{escape(label, quote=True)}"', 1)
+    text = text.replace("<svg", f'<svg role="img" aria-label="{escape_html(label)}"', 1)
     text = re.sub(rf'<g id="{_TIP}([^"]*)">', r"<g><title>\1</title>", text)
     # After saving, when the layout has placed the axes.
     plots = "".join(_render_hover(hover) for hover in hovers)
@@ -286,6 +296,7 @@ def _save(figure: Any, kind: str) -> bytes:
 
     for text in figure.findobj(Text):
         text.set_parse_math(False)  # a dollar sign in a file's name starts no formula
+        text.set_text(sanitize_lines(text.get_text()))
     file = io.BytesIO()
     metadata = {"Software": "tightfit"} if kind == "png" else {"Date": None}
     # Words in an SVG stay text; its ids are the same each time.
@@ -313,7 +324,7 @@ def _render_hover(hover: Hover) -> str:
             for s in hover.series
         ],
     }
-    numbers = escape(json.dumps(data, separators=(",", ":")), quote=True)
+    numbers = escape_html(json.dumps(data, separators=(",", ":")))
     place = f"left:{box.x0:.3%};top:{1 - box.y1:.3%};width:{box.width:.3%};height:{box.height:.3%}"
     return (
         f'<div class="plot" tabindex="0" style="{place}" data-hover="{numbers}">'

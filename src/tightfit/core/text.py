@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 LONGEST_VALUE = 60
+_OBEYED = re.compile(
+    # Colours, which may be ours, are kept; then C0 but for line breaks and tabs, DEL and C1,
+    # marks of direction, line and paragraph separators, halves of surrogate pairs.
+    "(\x1b\\[[0-9;]*m)|[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"
+    "\ud800-\udfff]"
+)
+_UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\ud800-\udfff]")
 
 
 def sanitize(text: str) -> str:
@@ -15,6 +23,18 @@ def sanitize(text: str) -> str:
 def sanitize_lines(text: str) -> str:
     """The same for text whose line breaks are ours."""
     return "\n".join(map(sanitize, text.split("\n")))
+
+
+def disarm(text: str) -> str:
+    """Text as a terminal may get it: all that it would obey is spelt out, but for colours."""
+    return _OBEYED.sub(lambda found: found[1] or ascii(found[0])[1:-1], text)
+
+
+def escape_html(text: str) -> str:
+    """Text as markup that shows this text; what has no sign or turns the direction as `\ufffd`."""
+    import html  # its table of names takes a while, and only pages need it
+
+    return html.escape(_UNSEEN.sub("\ufffd", text), quote=True)
 
 
 def shorten(value: object) -> str:

@@ -30,7 +30,7 @@ def main() -> int:
         (endpoint,) = read_hosts(f"{flags.address}:{flags.port}")
         serve_devices(endpoint, num_threads=choose_threads(flags.threads))
     except UserError as error:
-        print(f"error: {error.problem}\n  try: {error.remedy}", file=sys.stderr)
+        print(error.as_lines(), file=sys.stderr)
         return error.exit_code
     return 0
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from tightfit.core.errors import EXIT_BUG, EXIT_REQUEUE, NotFoundError, UserError
+from tightfit.core.text import disarm
 from tightfit.engines.open import EngineRequest
 from tightfit.engines.protocol import (
     Done,
@@ -592,8 +593,8 @@ def main(words: list[str] | None = None, *, open_engine: OpenEngine | None = Non
 def describe_failure(error: Exception) -> str:
     """The end of a worker's log, which the submitter reports where no worker gets on."""
     if isinstance(error, UserError):
-        return f"error: {error.problem}\n  try: {error.remedy}"
-    return f"broken: {type(error).__name__}: {error}"
+        return error.as_lines()
+    return disarm(f"broken: {type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from html import escape
 from itertools import accumulate
 from math import isfinite
 from typing import Any
@@ -30,6 +29,7 @@ from tightfit.core.figures import (
     write_title,
 )
 from tightfit.core.files import write_atomic
+from tightfit.core.text import escape_html
 from tightfit.core.units import GIB, MIB, render_bytes, render_count
 from tightfit.runs.metrics import mean
 from tightfit.runs.report import (
@@ -308,7 +308,7 @@ def render_report(runs: Sequence[PastRun]) -> str:
 def render_plots(runs: Sequence[PastRun]) -> str:
     """The charts alone."""
     title = describe_runs(runs)
-    return _page(title, f"<h1>{escape(title)}</h1>\n" + _charts(runs))
+    return _page(title, f"<h1>{escape_html(title)}</h1>\n" + _charts(runs))
 
 
 def _page(title: str, body: str) -> str:
@@ -319,7 +319,7 @@ def _charts(runs: Sequence[PastRun]) -> str:
     try:
         figure, hovers = draw_runs(runs)
     except SetupError as error:  # a report without curves is still a report
-        return f"<p>{escape(error.problem)} {escape(error.remedy)}</p>\n"
+        return f"<p>{escape_html(error.problem)} {escape_html(error.remedy)}</p>\n"
     return (
         "<h2>Loss, memory and predictions</h2>\n<p>Loss is how wrong the model's next word is: "
         "lower is better. <em>Train</em> is on the rows it learns from, <em>eval</em> on rows "
@@ -334,14 +334,14 @@ def _head(run: PastRun, *, level: int = 1) -> str:
     trained = f"{render_count(report.num_trainable_params)} of {render_count(report.num_params)}"
     badge = f'<span class="state {state}">{state}</span>'
     text = (
-        f"<h{level}>{escape(run.name)} {badge}</h{level}>\n"
-        f"<p>{escape(report.model)}, {escape(report.method)} on {escape(report.hardware)}; "
-        f"{trained} parameters trained; last change {escape(render_time(report.updated_at))}</p>\n"
+        f"<h{level}>{escape_html(run.name)} {badge}</h{level}>\n"
+        f"<p>{escape_html(f'{report.model}, {report.method} on {report.hardware}')}; {trained} "
+        f"parameters trained; last change {escape_html(render_time(report.updated_at))}</p>\n"
     )
     if report.problem:
-        text += f'<p class="far">{escape(report.problem)}</p>\n'
+        text += f'<p class="far">{escape_html(report.problem)}</p>\n'
     if report.remedy:
-        text += f"<p>try: {escape(report.remedy)}</p>\n"
+        text += f"<p>try: {escape_html(report.remedy)}</p>\n"
     return text
 
 
@@ -359,7 +359,7 @@ def _cards(report: RunReport) -> str:
         shown.append((what, UNKNOWN if set(ends) == {UNKNOWN} else " → ".join(ends)))
     shown += [(label, values[label]) for label in ("time", "tokens per second", peak)]
     cards = "".join(
-        f'<div class="card"><small>{escape(label)}</small><b>{escape(value)}</b></div>'
+        f'<div class="card"><small>{escape_html(label)}</small><b>{escape_html(value)}</b></div>'
         for label, value in shown
     )
     return f'<div class="cards">{cards}</div>\n'
@@ -388,7 +388,7 @@ def _one_run(run: PastRun, *, is_part: bool = False) -> str:
                 "predicted.",
             ),
             "" if is_part else render_table(results, title="Results"),
-            f"<h2>The plan, and why</h2>\n<p>{escape(report.strategy)}</p>{_list(plan.why)}\n",
+            f"<h2>The plan, and why</h2>\n<p>{escape_html(report.strategy)}</p>{_list(plan.why)}\n",
             _folded("Assumptions and warnings", _list(notes)) if notes else "",
             _events("Changes of plan", report.plan_changes),
             _events("Events", report.events),
@@ -419,11 +419,11 @@ def _environment(run: PastRun) -> str:
 
 
 def _folded(title: str, inside: str) -> str:
-    return f"<details><summary>{escape(title)}</summary>{inside}</details>\n"
+    return f"<details><summary>{escape_html(title)}</summary>{inside}</details>\n"
 
 
 def _list(notes: Iterable[str]) -> str:
-    return "<ul>" + "".join(f"<li>{escape(note)}</li>" for note in notes) + "</ul>"
+    return "<ul>" + "".join(f"<li>{escape_html(note)}</li>" for note in notes) + "</ul>"
 
 
 def _events(title: str, events: Sequence[Event]) -> str:

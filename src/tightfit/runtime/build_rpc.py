@@ -30,7 +30,7 @@ def main() -> int:
     try:
         folder = build_rpc()
     except UserError as error:
-        print(f"error: {error.problem}\n  try: {error.remedy}", file=sys.stderr)
+        print(error.as_lines(), file=sys.stderr)
         return error.exit_code
     print(f"llama.cpp's RPC backend is in {folder.path}")
     return 0

@@ -28,6 +28,12 @@ def host_name(host: str) -> str:
     return text.partition(":")[0].rstrip(".")
 
 
+def is_same_origin(origin: str, host: str) -> bool:
+    """Whether an Origin header names the server that a Host header names."""
+    scheme, _, rest = origin.strip().lower().partition("://")
+    return scheme in ("http", "https") and rest == host.strip().lower()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundSocket:
     """A socket that listens."""

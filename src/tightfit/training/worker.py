@@ -22,6 +22,7 @@ from tightfit.core.errors import EXIT_BUG, EXIT_OUT_OF_MEMORY, EXIT_REQUEUE, Set
 from tightfit.core.secrets import hide_secrets
 from tightfit.core.settings import Method
 from tightfit.core.strategy import MEMORY_VARIABLE
+from tightfit.core.text import disarm
 from tightfit.runs.run_folder import RunFolder, RunState, RunStatus
 from tightfit.runtime.libraries import fast_imports, silence_libraries
 
@@ -175,7 +176,7 @@ class Worker:
         """Print the reason, and write it unless another rank of this start was first."""
         from tightfit.training.run_logger import make_state
 
-        print(f"error: {problem}\n  try: {remedy}", file=sys.stderr, flush=True)
+        print(disarm(f"error: {problem}\n  try: {remedy}"), file=sys.stderr, flush=True)
         now, before = self._read_state(), self._state_before
         is_final = now is not None and now.status in (RunStatus.FAILED, RunStatus.OUT_OF_MEMORY)
         if is_final and now != before:

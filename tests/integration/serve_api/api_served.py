@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from api_processes import ServerProcess, server_process
 
+from api_processes import ServerProcess, server_process
 from small_models import make_llama
 from tightfit.core.dtypes import Dtype
 from tightfit.export.convert import convert_to_gguf

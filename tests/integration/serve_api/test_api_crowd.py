@@ -13,8 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from api_processes import MODELS, ServerProcess
 from openai import OpenAI
+
+from api_processes import MODELS, ServerProcess
 
 pytest_plugins = ("api_served",)
 

@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import httpx
+
 from api_processes import ServerProcess
 
 pytest_plugins = ("api_served",)

@@ -14,9 +14,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from api_processes import MODELS, TIGHTFIT, ServerProcess, server_process
 
 from api_client import wait_until
+from api_processes import MODELS, TIGHTFIT, ServerProcess, server_process
 
 pytest_plugins = ("api_served",)
 

@@ -7,8 +7,9 @@ from typing import Any
 
 import openai
 import pytest
-from api_processes import MODELS, ServerProcess
 from openai import OpenAI
+
+from api_processes import MODELS, ServerProcess
 
 pytest_plugins = ("api_served",)
 

@@ -8,7 +8,6 @@ import threading
 import time
 
 import httpx
-import pytest
 
 from api_client import Served, read_events, serving, wait_until
 from scripted_engine import ScriptedEngine
@@ -85,10 +84,9 @@ def test_a_slow_reader_costs_his_answer_and_no_more() -> None:
     assert len(events) < 20_000  # what waited was joined
 
 
-def test_a_reader_who_takes_nothing_is_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tightfit.serving.http.answers.STALL_SECONDS", 0.3)
+def test_a_reader_who_takes_nothing_is_let_go() -> None:
     engine = _engine(token_seconds=0.0001, max_context=10**6)
-    with serving(engine) as served:
+    with serving(engine, stall_seconds=0.3) as served:
         # Small buffers, so that little has to be said before nothing more goes through.
         served.server.bound.socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
         raw = _send(served, buffer_bytes=8192, stream=True)

@@ -246,7 +246,7 @@ def test_an_idle_model_takes_a_request_larger_than_its_queue() -> None:
 
 def test_an_answer_that_takes_too_long_ends_with_504_and_frees_its_slot() -> None:
     engine = ScriptedEngine(num_slots=1, token_seconds=0.05)
-    with serving(engine, timeout_seconds=0.3) as served:
+    with serving(engine, answer_seconds=0.3) as served:
         assert _error(served.chat("abc"), 504).code == "timeout"
         assert engine.tickets[-1].is_over.wait(60)
         assert engine.tickets[-1].num_computed < 500  # about half of the whole answer

@@ -227,6 +227,11 @@ class ServeOptions(EngineOptions, _ServeTarget):
         most=MAX_SERVE_SECONDS,
         example=600,
     )
+    request_timeout: float | None = number_option(
+        "Seconds that a client has to send a whole request. [default: 60]",
+        most=MAX_SERVE_SECONDS,
+        example=60,
+    )
     drain: int | None = count_option(
         "Seconds that answers have to end after a signal. [default: 30]",
         most=MAX_SERVE_SECONDS,
@@ -235,6 +240,12 @@ class ServeOptions(EngineOptions, _ServeTarget):
     )
     max_body_mib: int | None = count_option(
         "Largest request body in MiB. [default: 4]", most=MAX_BODY_MIB, example=4
+    )
+    max_connections: int | None = count_option(
+        "Connections open at once; one more closes the one whose client has been silent longest. "
+        "[default: 1000]",
+        most=100_000,
+        example=1000,
     )
     ready_file: Path | None = path_option(
         "File to write when requests are answered.", example="ready.json"

@@ -6,6 +6,7 @@ Loads no rich until a progress bar is drawn.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 import threading
@@ -16,7 +17,7 @@ from typing import Any, TextIO
 
 from tightfit.core.progress import Progress
 from tightfit.core.secrets import hide_secrets
-from tightfit.core.text import sanitize
+from tightfit.core.text import disarm, sanitize
 
 
 class PipeClosedError(Exception):
@@ -32,7 +33,7 @@ def write_out(text: str) -> None:
     if sys.stdout is None:
         raise OutputLostError("stdout is closed")
     try:
-        sys.stdout.write(_encodable(text))
+        sys.stdout.write(_encodable(disarm(text)))
         sys.stdout.flush()
     except BrokenPipeError:
         raise PipeClosedError from None
@@ -42,6 +43,10 @@ def write_out(text: str) -> None:
 
 def write_err(text: str) -> None:
     """Text to stderr, or nowhere if stderr takes none: no channel is left to report that."""
+    _write_err(disarm(text))
+
+
+def _write_err(text: str) -> None:
     try:
         sys.stderr.write(hide_secrets(text))
         sys.stderr.flush()
@@ -81,18 +86,17 @@ def _encodable(text: str) -> str:
 
 def show_json(value: Any) -> None:
     """One JSON document on stdout and nothing else; of a pydantic model its fields."""
-    import json
-
     value = value.model_dump(mode="json") if hasattr(value, "model_dump") else value
     text = json.dumps(value, indent=2, ensure_ascii=not supports_unicode(), allow_nan=False)
-    # Half of a surrogate pair (a file name that is no UTF-8) is JSON only as an escape.
-    write_out(_escape_halves(text) + "\n")
+    write_out(_escape_unprintable(text) + "\n")
 
 
-def _escape_halves(text: str) -> str:
-    if text.isascii():
+def _escape_unprintable(text: str) -> str:
+    """JSON of the same value: what a terminal would obey, and half of a surrogate pair (a file
+    name that is no UTF-8), as escapes."""
+    if text.isascii() and "\x7f" not in text:
         return text
-    return "".join(f"\\u{ord(c):04x}" if "\ud800" <= c <= "\udfff" else c for c in text)
+    return "".join(c if c == "\n" or c.isprintable() else json.dumps(c)[1:-1] for c in text)
 
 
 # On stderr: a bar with the time left where someone watches, elsewhere a line now and then.
@@ -106,7 +110,8 @@ def report_progress(what: str, done: int, of: int) -> None:
     """One line on stderr where someone watches, rewritten in place; gone when all is done."""
     if sys.stderr is None or not sys.stderr.isatty():
         return
-    write_err("\r\x1b[K" if done >= of else f"\r{what}: {done / of:.0%}")
+    # Past `write_err`, which spells cursor movements out.
+    _write_err("\r\x1b[K" if done >= of else f"\r{disarm(what)}: {done / of:.0%}")
 
 
 @contextlib.contextmanager

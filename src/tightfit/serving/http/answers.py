@@ -110,8 +110,6 @@ def format_event(body: dict[str, Any]) -> str:
 
 COMPLETION_TOKENS = 16
 """OpenAI's default for `/v1/completions`; a chat answer may fill the context."""
-STALL_SECONDS = 60.0
-"""How long a client may read nothing from a full connection before it counts as disconnected."""
 _SEED_BITS = 0x7FFF_FFFF
 """llama.cpp's seeds are 32 bits wide and the largest means `any`."""
 
@@ -135,7 +133,10 @@ async def answer(
             f"one request may ask for {MAX_ANSWERS}.",
             param="n",
         )
-    job = await _begin(model, body, num_answers)
+    try:
+        job = await _begin(model, body, num_answers, receive)
+    except ClientGoneError:
+        return Response(status_code=CLIENT_GONE)
     is_chat = isinstance(body, ChatRequest)
     writer = ResponseWriter(model, is_chat=is_chat, includes_usage=body.includes_usage)
     if body.stream:
@@ -152,18 +153,26 @@ async def answer(
 
 
 async def _begin(
-    model: ServedModel, body: ChatRequest | CompletionRequest, num_answers: int
+    model: ServedModel, body: ChatRequest | CompletionRequest, num_answers: int, receive: Receive
 ) -> EngineJob:
     """Hand the request to the engine, once there is room in the queue."""
     loop = asyncio.get_running_loop()
     model.admit(num_answers)
+    encoding = loop.run_in_executor(model.encoder, encode_requests, model, body)
+    leaving = asyncio.create_task(_wait_for_leaving(receive))
     try:
-        requests = await loop.run_in_executor(model.encoder, encode_requests, model, body)
+        await asyncio.wait((encoding, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not encoding.done():  # nobody waits for the answer: others' prompts are next
+            raise ClientGoneError
+        requests = encoding.result()
     except BaseException as error:
         model.num_owed -= num_answers
-        if isinstance(error, Exception):
+        if isinstance(error, Exception) and not isinstance(error, ClientGoneError):
             raise to_api_error(error) from error
         raise
+    finally:
+        leaving.cancel()
+        encoding.cancel()
     job = model.start(requests)
     try:
         # Shielded, for a job that was started gives its places back only through the engine.
@@ -226,6 +235,11 @@ def _sampling(body: AnswerRequest, max_new_tokens: int, index: int) -> Sampling:
     )
 
 
+async def _wait_for_leaving(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 @contextlib.asynccontextmanager
 async def _watched(
     job: EngineJob, receive: Receive, *, timeout_seconds: float
@@ -233,8 +247,7 @@ async def _watched(
     """While inside, the client's leaving and the clock stop the job; afterwards nothing runs on."""
 
     async def wait_for_end() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await _wait_for_leaving(receive)
         job.stop(ClientGoneError())
 
     too_slow = ApiError(
@@ -309,10 +322,10 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
         head = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-        with contextlib.suppress(ClientGoneError, asyncio.TimeoutError, OSError):
+        with contextlib.suppress(ClientGoneError, OSError):
             async with _watched(self._job, receive, timeout_seconds=self._timeout_seconds):
                 await send(head)
                 piece = {"type": "http.response.body", "body": b"", "more_body": True}
                 async for event in self._events:
-                    await asyncio.wait_for(send({**piece, "body": event.encode()}), STALL_SECONDS)
-                await asyncio.wait_for(send({**piece, "more_body": False}), STALL_SECONDS)
+                    await send({**piece, "body": event.encode()})
+                await send({**piece, "more_body": False})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tightfit.core.packages import __version__
 from tightfit.serving.http.answers import answer
+from tightfit.serving.http.limits import DISCARDED_BYTES, ServerLimits
 from tightfit.serving.http.metrics import CONTENT_TYPE, Metrics
 from tightfit.serving.http.registry import ModelRegistry, ServedModel, ServerPhase
 from tightfit.serving.http.schemas import (
@@ -36,14 +37,11 @@ from tightfit.serving.http.schemas import (
     from_validation_error,
     internal_error,
 )
-from tightfit.serving.sockets import host_name
+from tightfit.serving.sockets import host_name, is_same_origin
 
 # ASGI middleware: request metrics, host check, bearer token, body size.
 
 OPEN_PATHS = ("/health",)
-DISCARDED_BYTES = 64 * 2**20
-"""Of a body that is too large, so much is read and dropped: a client that is still sending when
-the connection closes never sees the answer."""
 
 
 class RequestMetrics:
@@ -126,6 +124,38 @@ def token_check(api_key: str) -> Callable[[Scope], ApiError | None]:
     return check
 
 
+def origin_check(allowed: Collection[str]) -> Callable[[Scope], ApiError | None]:
+    """Refuses pages of other sites: without a token nothing else keeps them from asking."""
+
+    def check(scope: Scope) -> ApiError | None:
+        values = {key: value.decode("latin-1") for key, value in scope["headers"]}
+        origin = values.get(b"origin")
+        if origin is None or "*" in allowed or origin in allowed:
+            return None
+        if is_same_origin(origin, values.get(b"host", "")):
+            return None
+        return ApiError(
+            403,
+            "A page of another site asked; `--cors ORIGIN` lets one in.",
+            code="origin_not_allowed",
+        )
+
+    return check
+
+
+def framing_check(scope: Scope) -> ApiError | None:
+    """Refuses bodies with two lengths, of which a proxy may believe the other one."""
+    names = {key for key, _ in scope["headers"]}
+    if {b"content-length", b"transfer-encoding"} <= names:
+        return ApiError(
+            400,
+            "The request has both Content-Length and Transfer-Encoding.",
+            code="malformed_request",
+            headers={"Connection": "close"},
+        )
+    return None
+
+
 class BodyLimit:
     """Bodies up to a size; a stated larger one is refused at once, an unstated one as it grows."""
 
@@ -134,6 +164,9 @@ class BodyLimit:
         self._max_bytes = max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
         stated = [value for key, value in scope["headers"] if key == b"content-length"]
         if any(value.isdigit() and int(value) > self._max_bytes for value in stated):
             await _discard(receive)
@@ -184,10 +217,6 @@ def from_http_exception(error: HTTPException, *, method: str, path: str) -> ApiE
     return ApiError(error.status_code, str(error.detail), headers=error.headers)
 
 
-DEFAULT_MAX_QUEUE = 128
-DEFAULT_TIMEOUT_SECONDS = 600.0
-DEFAULT_MAX_BODY_BYTES = 4 * 2**20
-
 _DESCRIPTION = """\
 OpenAI's chat and completions over models on this machine. Fields that OpenAI's clients send and
 that change nothing here are let by; those that would change the answer and cannot be honoured are
@@ -197,17 +226,14 @@ refused with 400. Every error has the body `{"error": {"message", "type", "param
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiSettings:
-    """What the server accepts and how long it waits."""
+    """Whom the server answers, and within which limits."""
 
     api_key: str | None = None
     """None: no token is asked for."""
     host_names: Collection[str] | None = None
     """Names that a Host header may say; None: any."""
     cors_origins: tuple[str, ...] = ()
-    max_queue: int = DEFAULT_MAX_QUEUE
-    """Answers that may wait for a slot, for each model."""
-    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
-    max_body_bytes: int = DEFAULT_MAX_BODY_BYTES
+    limits: ServerLimits = field(default_factory=ServerLimits)
     report: Callable[[str], None] = lambda _line: None
     """Called with one line about what happens outside of an answer."""
     report_error: Callable[[Exception], None] = lambda _error: None
@@ -224,7 +250,7 @@ def make_api_app(registry: ModelRegistry, settings: ApiSettings) -> ASGIApp:
         redoc_url=None,
         openapi_url=None,
     )
-    _add_answers(app, registry, settings.timeout_seconds)
+    _add_answers(app, registry, settings.limits.answer_seconds)
     _add_state(app, registry)
     _add_description(app, needs_key=settings.api_key is not None)
 
@@ -246,9 +272,11 @@ def make_api_app(registry: ModelRegistry, settings: ApiSettings) -> ASGIApp:
 
 
 def _add_guards(app: ASGIApp, registry: ModelRegistry, settings: ApiSettings) -> ASGIApp:
-    guarded: ASGIApp = BodyLimit(app, settings.max_body_bytes)
+    guarded: ASGIApp = BodyLimit(app, settings.limits.max_body_bytes)
     if settings.api_key is not None:
         guarded = Guard(guarded, token_check(settings.api_key))
+    else:
+        guarded = Guard(guarded, origin_check(settings.cors_origins))
     if settings.cors_origins:  # outside the token: a browser asks leave without one
         guarded = CORSMiddleware(
             guarded,
@@ -258,6 +286,7 @@ def _add_guards(app: ASGIApp, registry: ModelRegistry, settings: ApiSettings) ->
         )
     if settings.host_names is not None:
         guarded = Guard(guarded, host_check(settings.host_names))
+    guarded = Guard(guarded, framing_check)
     return RequestMetrics(guarded, registry.metrics, settings.report_error)
 
 

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import HTTPException, Response
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from tightfit.core.errors import UserError
 
+MAX_MESSAGES = 10_000
 MAX_CHOICES = 16
 MAX_ANSWERS = 64
 MAX_STOPS = 16
@@ -39,11 +40,14 @@ def _refuse_numbers(value: object) -> object:
     return value
 
 
+Item = TypeVar("Item")
+Listed = Annotated[list[Item], Field(fail_fast=True)]
+"""A list whose first wrong item is the only one reported: a body can hold millions."""
 Text = Annotated[str, AfterValidator(_require_characters)]
 Count = Annotated[int, Field(ge=1, le=2**31 - 1)]
 StopText = Annotated[Text, Field(max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
-NoItems = Annotated[list[Any], Field(max_length=0)]
+NoItems = Annotated[Listed[Any], Field(max_length=0)]
 NoKeys = Annotated[dict[str, Any], Field(max_length=0)]
 No = Annotated[Literal[False], BeforeValidator(_refuse_numbers)]
 Zero = Annotated[float, Field(ge=0, le=0)]
@@ -79,7 +83,7 @@ class AnswerRequest(_RequestBody):
     """Not OpenAI's. 1: none."""
     seed: Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None
     """The same seed gives the same answer; with `n`, each answer has a seed of its own from it."""
-    stop: StopText | Annotated[list[StopText], Field(max_length=MAX_STOPS)] | None = None
+    stop: StopText | Annotated[Listed[StopText], Field(max_length=MAX_STOPS)] | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     ignore_eos: bool | None = None
     """Not OpenAI's. Go on to `max_tokens`, for measuring."""
@@ -112,7 +116,7 @@ class ChatMessage(_RequestBody):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Text | list[TextPart]
+    content: Text | Annotated[Listed[TextPart], Field(max_length=MAX_MESSAGES)]
     tool_calls: NoItems | None = None
     function_call: NoKeys | None = None
     audio: NoKeys | None = None
@@ -133,7 +137,7 @@ class TextFormat(_RequestBody):
 class ChatRequest(AnswerRequest):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[Listed[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Count | None = None
     """The newer name of `max_tokens`, and stronger than it."""
     logprobs: No | None = None
@@ -143,7 +147,7 @@ class ChatRequest(AnswerRequest):
     functions: NoItems | None = None
     function_call: Literal["none", "auto"] | None = None
     response_format: TextFormat | None = None
-    modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
+    modalities: Annotated[Listed[Literal["text"]], Field(max_length=1)] | None = None
     audio: NoKeys | None = None
 
     @property
@@ -160,10 +164,10 @@ class CompletionRequest(AnswerRequest):
 
     prompt: (
         Text
-        | Annotated[list[Text], Field(min_length=1, max_length=MAX_ANSWERS)]
-        | Annotated[list[TokenId], Field(min_length=1)]
+        | Annotated[Listed[Text], Field(min_length=1, max_length=MAX_ANSWERS)]
+        | Annotated[Listed[TokenId], Field(min_length=1)]
         | Annotated[
-            list[Annotated[list[TokenId], Field(min_length=1)]],
+            Listed[Annotated[Listed[TokenId], Field(min_length=1)]],
             Field(min_length=1, max_length=MAX_ANSWERS),
         ]
     )
@@ -433,7 +437,9 @@ def from_validation_error(errors: Sequence[Mapping[str, Any]], content_type: str
         is_known = name == "role" and error["input"] not in ("tool", "function")
         if name is None or is_known or error["type"] == "missing":
             continue
-        message = _UNSUPPORTED[name].format(name=name, value=str(error["input"])[:40])
+        given = error["input"]
+        value = given[:40] if isinstance(given, str) else type(given).__name__
+        message = _UNSUPPORTED[name].format(name=name, value=value)
         param = _path(place[: place.index(name) + 1])
         return ApiError(400, message, code="unsupported_parameter", param=param)
     first = errors[0]

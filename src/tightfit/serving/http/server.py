@@ -10,6 +10,7 @@ import socket
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -20,6 +21,8 @@ from tightfit.core.frozen import Frozen
 from tightfit.engines.protocol import Engine
 from tightfit.runtime.model_files import Artefact, ArtefactKind
 from tightfit.serving.http.app import ApiSettings, make_api_app
+from tightfit.serving.http.connections import make_config
+from tightfit.serving.http.limits import reserve_connections
 from tightfit.serving.http.metrics import Metrics
 from tightfit.serving.http.registry import (
     ModelRegistry,
@@ -97,15 +100,15 @@ class ApiServer:
         self._settings = settings
         self._error: BaseException | None = None
         self._engines: list[Engine] = []
-        config = uvicorn.Config(
+        limits = settings.limits
+        fitting = reserve_connections(limits.max_connections)
+        if fitting < limits.max_connections:
+            settings.report(f"open files are limited here: at most {fitting:,} connections")
+        config = make_config(
             make_api_app(self.registry, settings),
-            http="h11",
-            ws="none",
+            replace(limits, max_connections=fitting),
             lifespan="off",
-            log_config=None,
             access_log=is_access_logged,
-            proxy_headers=False,
-            server_header=False,
             timeout_graceful_shutdown=int(drain_seconds + CLOSING_SECONDS) + 1,
         )
         self._server = _DrainingServer(config, self.registry, drain_seconds, settings.report)
@@ -166,7 +169,7 @@ class ApiServer:
         try:
             if error is not None:
                 raise error
-            metrics, max_queue = self.registry.metrics, self._settings.max_queue
+            metrics, max_queue = self.registry.metrics, self._settings.limits.max_queue
             self.registry.open(
                 [
                     ServedModel(engine, names, max_queue=max_queue, metrics=metrics)

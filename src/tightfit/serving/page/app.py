@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import hmac
+import logging
 import os
 import socket
 from collections.abc import Awaitable, Callable, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tightfit.core.errors import UsageError
 from tightfit.core.packages import require_packages
@@ -27,7 +28,7 @@ from tightfit.serving.page.model_form import (
 from tightfit.serving.page.models import PageModels
 from tightfit.serving.page.plan_tab import Explore, PlanForm
 from tightfit.serving.page.votes import VoteFile
-from tightfit.serving.sockets import BoundSocket, host_name, is_loopback
+from tightfit.serving.sockets import BoundSocket, host_name, is_loopback, is_same_origin
 
 QUIET_ENVIRONMENT = {
     "GRADIO_ANALYTICS_ENABLED": "False",
@@ -58,9 +59,13 @@ _HEADERS = (
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 7860
 WRONG_NAME = "Open this page as http://127.0.0.1:PORT/, or start it with --host and --password.\n"
+UNREADABLE = "The page does not understand this request.\n"
+WRONG_SITE = "Requests of other sites' pages are refused.\n"
 SECONDS_TO_END = 2
 """For open streams when the page is stopped."""
 LOGIN = "Any user name will do. The password is the one given to --password."
+
+_LOGGER = logging.getLogger(__name__)
 
 Scope = MutableMapping[str, Any]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -228,41 +233,91 @@ def serve_app(app: Asgi, bound: BoundSocket, *, on_ready: Callable[[], None]) ->
     """Serve until interrupted. `on_ready` is called once requests are answered."""
     import uvicorn
 
+    from tightfit.serving.http.app import BodyLimit
+    from tightfit.serving.http.connections import make_config
+    from tightfit.serving.http.limits import ServerLimits, reserve_connections
+
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
             if self.started:
                 on_ready()
 
-    config = uvicorn.Config(
-        require_loopback_name(app) if bound.is_loopback else app,
-        log_level="error",
+    limits = ServerLimits()
+    app = cast(Asgi, BodyLimit(cast(Any, refuse_unreadable(app)), limits.max_body_bytes))
+    config = make_config(
+        require_own_name(app, is_loopback_only=bound.is_loopback),
+        replace(limits, max_connections=reserve_connections(limits.max_connections)),
         access_log=False,
-        server_header=False,
         timeout_graceful_shutdown=SECONDS_TO_END,
         lifespan="on",
     )
     Server(config).run(sockets=[bound.socket])
 
 
-def require_loopback_name(app: Asgi) -> Asgi:
-    """The same app, for requests whose Host header is a loopback name or address.
+def require_own_name(app: Asgi, *, is_loopback_only: bool) -> Asgi:
+    """The same app, for requests of its own page; on loopback only under a loopback name.
 
     A page of another site can have its own name point here (DNS rebinding), and the browser
-    would then let it in as if it were ours.
+    would then let it in as if it were ours; or send forms here, whose answer it cannot read.
     """
 
     async def guarded(scope: Scope, receive: Any, send: Send) -> None:
-        if scope["type"] in ("http", "websocket"):
-            named = next((value for key, value in scope["headers"] if key == b"host"), b"")
-            if not is_loopback(host_name(named.decode("latin-1"))):
-                headers = [(b"content-type", b"text/plain; charset=utf-8")]
-                await send({"type": "http.response.start", "status": 421, "headers": headers})
-                await send({"type": "http.response.body", "body": WRONG_NAME.encode()})
+        if scope["type"] == "websocket":
+            return  # none is served, and a refusal by silence closes it
+        if scope["type"] == "http":
+            headers = {key: value.decode("latin-1") for key, value in scope["headers"]}
+            host, origin = headers.get(b"host", ""), headers.get(b"origin")
+            if is_loopback_only and not is_loopback(host_name(host)):
+                await _refuse(send, 421, WRONG_NAME)
+                return
+            if origin is not None and not is_same_origin(origin, host):
+                await _refuse(send, 403, WRONG_SITE)
                 return
         await app(scope, receive, send)
 
     return guarded
+
+
+def refuse_unreadable(app: Asgi) -> Asgi:
+    """The same app; what it cannot read is refused in a line, where gradio fails with a traceback.
+
+    What our own code does with a request runs behind gradio's queue, and never raises here.
+    """
+
+    async def guarded(scope: Scope, receive: Any, send: Send) -> None:
+        if scope["type"] != "http":
+            await app(scope, receive, send)
+            return
+        held: list[MutableMapping[str, Any]] = []
+        has_begun = False
+
+        async def send_or_hold(message: MutableMapping[str, Any]) -> None:
+            nonlocal has_begun
+            # Starlette answers 500 before it raises.
+            if held or message.get("status") == 500:
+                held.append(message)
+                return
+            has_begun = True
+            await send(message)
+
+        try:
+            await app(scope, receive, send_or_hold)
+        except Exception as error:
+            _LOGGER.error("the page could not read a request: %s", type(error).__name__)
+            if not has_begun:
+                await _refuse(send, 400, UNREADABLE)
+            return
+        for message in held:
+            await send(message)
+
+    return guarded
+
+
+async def _refuse(send: Send, status: int, text: str) -> None:
+    headers = [(b"content-type", b"text/plain; charset=utf-8")]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": text.encode()})
 
 
 # How the page looks: the report page's colours and system fonts, light and dark, any width.

@@ -10,13 +10,13 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from difflib import SequenceMatcher
-from html import escape
 from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
 
 from tightfit.core.errors import InvalidInputError, UserError
 from tightfit.core.sampling import MAX_SEED, SAMPLING_OPTIONS, Sampling
 from tightfit.core.text import count_of
+from tightfit.core.text import escape_html as text_as_html
 from tightfit.core.units import render_seconds
 from tightfit.engines.protocol import Done, EngineInfo, FinishReason
 from tightfit.serving.page.models import PageModels, PartialAnswer
@@ -268,7 +268,7 @@ def escape_html(text: str) -> str:
     Also the marks of the page's own template language are escaped: an answer may hold
     `{{` or `${`, and must not be taken for a template.
     """
-    return escape(text, quote=True).translate(_MARKS)
+    return text_as_html(text).translate(_MARKS)
 
 
 def render_card(

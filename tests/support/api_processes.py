@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -64,25 +65,21 @@ class ServerProcess:
 
 
 @contextlib.contextmanager
-def server_process(*words: object, **variables: str) -> Iterator[ServerProcess]:
-    """`tightfit serve WORDS --port 0 --json`, until the block ends."""
+def server_process(
+    *words: object, log: Path | None = None, **variables: str
+) -> Iterator[ServerProcess]:
+    """`tightfit serve WORDS --port 0 --json`, until the block ends; its stderr goes to `log`."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TIGHTFIT_API_KEY": "", **variables}
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "tightfit.cli.app",
-            "serve",
-            *map(str, words),
-            "--port",
-            "0",
-            "--json",
-        ],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
+    command = [sys.executable, "-m", "tightfit.cli.app", "serve", *map(str, words)]
+    with contextlib.ExitStack() as files:
+        stderr = subprocess.PIPE if log is None else files.enter_context(log.open("wb"))
+        process = subprocess.Popen(
+            [*command, "--port", "0", "--json"],
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            text=True,
+            env=environment,
+        )
     clients: list[OpenAI] = []
     try:
         yield ServerProcess(process=process, ready=_read_ready(process), clients=clients)
