@@ -17,8 +17,8 @@ from tightfit.core.errors import InvalidInputError, NotFoundError
 from tightfit.core.files import write_atomic
 from tightfit.core.frozen import Frozen
 from tightfit.core.packages import __version__
-from tightfit.core.secrets import hide_secret_options
 from tightfit.core.reading import read_bytes
+from tightfit.core.secrets import hide_secret_options
 from tightfit.hardware.machine import (
     DriverReading,
     read_driver,
