@@ -7,6 +7,7 @@ import random
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
@@ -74,27 +75,38 @@ LLAMAS = {
 }
 
 
-def _lora(model: str, num_rows: int = 4, seq_len: int = 2048, **more: Any) -> Job:
-    return _job(model, "lora", num_rows, seq_len, **more)
-
-
-def _job(model: str, method: str, num_rows: int, seq_len: int, **more: Any) -> Job:
-    name = f"{model.rpartition('--')[2]}-{method}"
-    sizes = {"num_rows": num_rows, "micro_batch": num_rows, "seq_len": seq_len}
-    return Job(name=name, model=model, method=method, **sizes, **more)
-
-
 FLEX = ("flex_attention", "eager")
 """For families that transformers' SDPA does not know."""
+
+
+def _job(
+    model: str,
+    method: str,
+    num_rows: int = 4,
+    seq_len: int = 2048,
+    attentions: tuple[str, ...] = ("sdpa",),
+) -> Job:
+    return Job(
+        name=f"{model.rpartition('--')[2]}-{method}",
+        model=model,
+        method=method,
+        num_rows=num_rows,
+        micro_batch=num_rows,
+        seq_len=seq_len,
+        attentions=attentions,
+    )
+
+
+_lora = partial(_job, method="lora")
 FAMILIES = {
     job.name: job
     for job in (
         _lora("openai--gpt-oss-20b", attentions=FLEX),
         _lora("Qwen--Qwen3-30B-A3B"),
-        _lora("google--gemma-2-2b", 8, attentions=FLEX),
+        _lora("google--gemma-2-2b", num_rows=8, attentions=FLEX),
         _lora("google--gemma-3-4b-it"),
-        _lora("mistralai--Mistral-7B-v0.1", 2, 8192),
-        _lora("Qwen--Qwen3-4B", 4, 4096),
+        _lora("mistralai--Mistral-7B-v0.1", num_rows=2, seq_len=8192),
+        _lora("Qwen--Qwen3-4B", num_rows=4, seq_len=4096),
         _lora("tiiuae--falcon-7b"),
         _job("bigscience--bloom-1b7", "full", 8, 1024, attentions=("eager",)),
         _lora("Qwen--Qwen3.5-9B"),
@@ -104,14 +116,14 @@ FAMILIES = {
         _lora("baidu--ERNIE-4.5-21B-A3B-PT"),
         _lora("THUDM--glm-4-9b-chat-hf"),
         _lora("allenai--OLMo-2-1124-13B"),
-        _lora("HuggingFaceTB--SmolLM3-3B", 8),
+        _lora("HuggingFaceTB--SmolLM3-3B", num_rows=8),
         _lora("microsoft--Phi-4-mini-instruct"),
-        _lora("microsoft--phi-4", 2),
-        _lora("microsoft--phi-2", 8),
+        _lora("microsoft--phi-4", num_rows=2),
+        _lora("microsoft--phi-2", num_rows=8),
         _lora("Qwen--Qwen2.5-7B"),
-        _lora("mistralai--Mistral-Nemo-Base-2407", 2),
+        _lora("mistralai--Mistral-Nemo-Base-2407", num_rows=2),
         _lora("bigscience--bloom-7b1", attentions=("eager",)),
-        _lora("LiquidAI--LFM2-1.2B", 16),
+        _lora("LiquidAI--LFM2-1.2B", num_rows=16),
         _job("microsoft--Phi-3-mini-4k-instruct", "full", 4, 2048),
         _job("EleutherAI--pythia-1.4b", "full", 16, 2048),
     )
