@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from tightfit.core.child_process import bind_command
 from tightfit.core.errors import InvalidInputError, SetupError
 from tightfit.core.files import cache_folder
+from tightfit.core.import_path import module_words
 
 if TYPE_CHECKING:
     import numpy as np
@@ -188,7 +189,7 @@ def check_opens(path: Path) -> None:
     passed = cache_folder() / "llama-opened" / digest
     if passed.exists():
         return
-    command = [sys.executable, "-m", "tightfit.runtime.llama_cpp", str(path)]
+    command = [sys.executable, *module_words("tightfit.runtime.llama_cpp", str(path))]
     try:
         done = subprocess.run(
             bind_command(command),

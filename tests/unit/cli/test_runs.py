@@ -120,8 +120,8 @@ def test_files_are_written_and_announced(run: Run, tmp_path: Path) -> None:
         (["first", "--html", "a.png"], 2, "--html a.html"),
         (["first", "--html", ""], 2, "empty value"),
         (["first", "--html", "missing/a.html"], 6, "mkdir -p missing"),
-        (["a\0b"], 3, "no run"),
-        (["x" * 5000], 3, "no run"),
+        (["a\0b"], 2, "NUL byte"),
+        (["x" * 5000], 2, "5,000 characters"),
     ],
 )
 def test_errors_by_kind(run: Run, argv: list[str], code: int, said: str) -> None:
