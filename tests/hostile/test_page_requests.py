@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -12,7 +13,8 @@ import httpx
 
 from hostile_requests import CHAT, COMPLETION, HostileRequest, draw_requests, send_hostile
 
-PAGE = Path(__file__).parents[1] / "integration" / "browser" / "scripted_page.py"
+TESTS = Path(__file__).parents[1]
+PAGE = TESTS / "integration" / "browser" / "scripted_page.py"
 NUM_CASES = 120
 SLOW = ("slow head", "half body", "silent", "100 MiB")
 """Kinds that the API's own test sends to the same connections."""
@@ -47,6 +49,7 @@ def test_hostile_requests_to_the_page_are_refused(tmp_path: Path) -> None:
             stdout=subprocess.PIPE,
             stderr=stderr,
             text=True,
+            env=os.environ | {"PYTHONPATH": str(TESTS / "support")},
         )
     try:
         assert process.stdout is not None
