@@ -24,6 +24,7 @@ from tightfit.core.units import GIB, KIB, MIB
 
 MAX_DOCUMENT_BYTES = 64 * MIB
 """Of one JSON file. The largest public tokenizer.json is half of it."""
+_PIECE_BYTES = 64 * KIB
 MAX_DEPTH = 100
 """Of lists and mappings inside each other. A config or a plan has fewer than ten."""
 MAX_DIGITS = 100
@@ -86,12 +87,16 @@ def read_bytes(
     """The whole content of a regular file of at most `most_bytes`."""
     with open_regular(path, remedy=remedy) as stream:
         is_larger = os.fstat(stream.fileno()).st_size > most_bytes
-        data = b"" if is_larger else stream.read(most_bytes + 1)
-    if is_larger or len(data) > most_bytes:
+        data = bytearray()
+        # Not `most_bytes` at once, which would be allocated for the smallest file.
+        while not is_larger and (piece := stream.read(_PIECE_BYTES)):
+            data += piece
+            is_larger = len(data) > most_bytes
+    if is_larger:
         raise UnreadableFileError(
             f"{_shown(path)} is larger than {render_limit(most_bytes)}.", remedy=remedy
         )
-    return data
+    return bytes(data)
 
 
 def read_text(
