@@ -31,7 +31,7 @@ KNOWN = sorted(
 # GPT-BigCode's modelling file uses torch.jit.script, which torch 2.13 deprecates.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("model_type", KNOWN)
-def test_attention_is_as_the_model_class_says(model_type: str) -> None:
+def test_a_record_is_as_the_model_class_says(model_type: str) -> None:
     auto: Any = AutoConfig  # not annotated
     config = auto.for_model(model_type)
     text, family = config.get_text_config(), find_family(model_type)
@@ -49,23 +49,14 @@ def test_attention_is_as_the_model_class_says(model_type: str) -> None:
     assert not family.takes_positions or "position_ids" in parameters
     if model_type in TINY:
         assert family.takes_positions == (is_plain and "position_ids" in parameters)
+    module = inspect.getmodule(model_class)
+    assert family.has_router_loss == hasattr(module, "load_balancing_loss_func")
     assert family.default_softcap == bool(getattr(text, "attn_logit_softcapping", None))
     if not any(hasattr(text, name) for name in ("attention_dropout", "attn_pdrop")):
         return
     # The first that is stated counts: GPT-BigCode has both names.
     dropout = getattr(text, "attn_pdrop", None) or getattr(text, "attention_dropout", None) or 0.0
     assert family.default_attention_dropout == dropout
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("model_type", KNOWN)
-def test_mixtures_have_a_router_loss_where_transformers_has_one(model_type: str) -> None:
-    auto: Any = AutoConfig
-    config = auto.for_model(model_type)
-    mappings: Any = (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING)
-    module = inspect.getmodule(mappings[bool(config.is_encoder_decoder)][type(config)])
-
-    assert find_family(model_type).has_router_loss == hasattr(module, "load_balancing_loss_func")
 
 
 def _attends_token_by_token(model_type: str) -> bool:
