@@ -54,9 +54,8 @@ def is_expressible(case: dict[str, Any]) -> bool:
     )
 
 
-def make_strategy(options: dict[str, Any]) -> Strategy:
+def make_strategy(options: dict[str, Any], spec: ModelSpec) -> Strategy:
     weights = options["weights"].removesuffix("-double")
-    targets = options["lora_targets"]
     ranks = options["fsdp_ranks"]
     compute = options["autocast"] or ("fp32" if weights == "fp32" and not ranks else "bf16")
     return Strategy(
@@ -69,7 +68,7 @@ def make_strategy(options: dict[str, Any]) -> Strategy:
         adapter_dtype=options["adapters"],
         optimizer=OPTIMIZERS[options["optimizer"]],
         lora_rank=options["lora_rank"],
-        lora_targets=list_targets(targets),
+        lora_targets=list_targets(options["lora_targets"], spec),
         lora_dropout=options["lora_dropout"],
         micro_batch=options["micro_batch"],
         seq_len=options["seq_len"],
@@ -89,10 +88,12 @@ def make_strategy(options: dict[str, Any]) -> Strategy:
     )
 
 
-def list_targets(targets: str | list[str]) -> tuple[str, ...]:
-    """peft's `all-linear`, which adapts experts too where it knows how."""
+def list_targets(targets: str | list[str], spec: ModelSpec) -> tuple[str, ...]:
+    """peft's `all-linear`, which adapts experts too where it knows their former names: then both
+    halves of the gate and up projection get an adapter."""
     names = tuple(targets.split(",")) if isinstance(targets, str) else tuple(targets)
-    return (ALL_LINEAR, EXPERTS) if names == (ALL_LINEAR,) else names
+    knows = any(part.lora_rank_factor > 1 for block in spec.blocks for part in block.linears)
+    return (ALL_LINEAR, EXPERTS) if names == (ALL_LINEAR,) and knows else names
 
 
 def cut_depth(spec: ModelSpec, num_layers: int | None) -> ModelSpec:
@@ -104,8 +105,8 @@ def cut_depth(spec: ModelSpec, num_layers: int | None) -> ModelSpec:
 
 def compare(case: dict[str, Any]) -> dict[str, Any]:
     options = case["options"]
-    strategy = make_strategy(options)
     spec = cut_depth(resolve_model(options["model"]), options["num_layers"])
+    strategy = make_strategy(options, spec)
     moments = estimate_moments(spec, strategy)
     peak = peak_moment(moments)
     held = list_reserved_components(peak, moments, strategy)

@@ -245,7 +245,7 @@ def measured_spec(options: dict[str, Any]) -> ModelSpec:
     return read_config(fields, name=options["model"], source=path.name)
 
 
-def measured_strategy(options: dict[str, Any]) -> Strategy:
+def measured_strategy(options: dict[str, Any], spec: ModelSpec) -> Strategy:
     weights = options["weights"].removesuffix("-double")
     is_packed = weights in ("nf4", "int8")
     if options["prepare_kbit"] and not options["autocast"]:
@@ -260,7 +260,7 @@ def measured_strategy(options: dict[str, Any]) -> Strategy:
         compute=options["autocast"] or ("bf16" if is_packed else weights),
         autocast=bool(options["autocast"]),
         adapter_dtype=options["adapters"],
-        lora_targets=list_targets(options["lora_targets"]),
+        lora_targets=list_targets(options["lora_targets"], spec),
         optimizer={
             "paged-adamw": "adamw",
             "paged-adamw-8bit": "adamw-paged-8bit",
@@ -283,8 +283,8 @@ def measured_cases() -> Iterator[Case]:
         if row["status"] != "ok" or options["task"] != "train" or options["fsdp_ranks"]:
             continue
         with contextlib.suppress(ExcludedError):
-            strategy = measured_strategy(options)
             spec = measured_spec(options)
+            strategy = measured_strategy(options, spec)
             yield Case(
                 group="measured steps, H200",
                 label=f"{spec.name} {describe(strategy)}",
