@@ -31,7 +31,7 @@ from tightfit.engines.protocol import (
     name_gpus,
 )
 from tightfit.hardware.machine import read_machine
-from tightfit.models.gguf import GgufHeader, LongArray, read_gguf_header
+from tightfit.models.gguf import NOT_PARAMETERS, GgufHeader, LongArray, read_gguf_header
 from tightfit.runtime.llama_cpp import LlamaModel, check_opens, load_library
 
 if TYPE_CHECKING:
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 KV_VALUE_BYTES = 2
 """llama.cpp keeps keys and values in fp16 by default."""
-_NOT_PARAMETERS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +82,7 @@ def read_llama_file(path: Path) -> LlamaFile:
     return LlamaFile(
         path=path,
         format=file_type.removeprefix("ALL_").removeprefix("MOSTLY_"),
-        num_params=sum(t.num_elements for t in tensors if t.name not in _NOT_PARAMETERS),
+        num_params=sum(t.num_elements for t in tensors if t.name not in NOT_PARAMETERS),
         weight_bytes=sum(t.num_bytes for t in tensors),
         kv_bytes_per_token=_kv_bytes_per_token(first),
         context=_read_int(first, "context_length"),

@@ -273,7 +273,7 @@ _KEYS = {
     "expert_used_count": "num_experts_per_tok",
     "use_parallel_residual": "use_parallel_residual",
 }
-_NOT_PARAMETERS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+NOT_PARAMETERS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _UNPACKED = {0: Dtype.FP32, 1: Dtype.FP16, 30: Dtype.BF16}
 
 
@@ -283,7 +283,7 @@ def read_gguf_model(path: Path) -> ModelSpec:
     spec = read_config(_as_config(header, path), name=path.stem, source=str(path))
     warnings = list(spec.warnings)
     split = header.metadata.get("split.count", 1)
-    counted = sum(t.num_elements for t in header.tensors if t.name not in _NOT_PARAMETERS)
+    counted = sum(t.num_elements for t in header.tensors if t.name not in NOT_PARAMETERS)
     difference = 0
     if not header.tensors or (isinstance(split, int) and split > 1):
         warnings.append("The file holds a part of the tensors; the count is that of its metadata.")
