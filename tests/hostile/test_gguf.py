@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from pathlib import Path
 from random import Random
 
 import gguf
 import pytest
 
+from hostile_trials import count_cases
 from small_models import make_llama
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError, UserError
@@ -21,7 +21,7 @@ from tightfit.export.convert import convert_to_gguf
 from tightfit.models.gguf import TENSOR_TYPES, read_gguf_header, read_gguf_model
 from tightfit.runtime.model_files import find_artefact
 
-NUM_READ = int(os.environ.get("TIGHTFIT_FUZZ_CASES", "1000"))
+NUM_READ = count_cases(1000)
 NUM_OPENED = NUM_READ // 20
 """A process each."""
 FILLINGS = (b"\0", b"\xff", b"\x01", b"\x7f")

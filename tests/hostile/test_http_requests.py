@@ -32,12 +32,13 @@ from hostile_requests import (
     idle_connections,
     send_hostile,
 )
+from hostile_trials import count_cases
 from small_models import make_llama
 from tightfit.core.dtypes import Dtype
 from tightfit.export.convert import convert_to_gguf
 from tightfit.serving.http.schemas import ErrorBody
 
-NUM_CASES = int(os.environ.get("TIGHTFIT_FUZZ_CASES", "300"))
+NUM_CASES = count_cases(300)
 SEED = int(os.environ.get("TIGHTFIT_FUZZ_SEED", "1"))
 BATCH = 60
 NUM_CLIENTS = 24

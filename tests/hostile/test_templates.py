@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import resource
 import time
@@ -15,11 +14,12 @@ from pathlib import Path
 import pytest
 
 from cli_run import run_here
+from hostile_trials import count_cases
 from tightfit.core.errors import UserError
 from tightfit.data.templates import TemplateRenderError, compile_template, render
 from word_model import ROWS, plant_model
 
-NUM_CASES = int(os.environ.get("TIGHTFIT_FUZZ_CASES", "300"))
+NUM_CASES = count_cases(300)
 SECONDS = 10.0
 """Of processor time: the machine may be busy."""
 MOST_MEMORY = 2**30

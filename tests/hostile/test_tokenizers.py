@@ -21,13 +21,14 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from cli_run import run_here
+from hostile_trials import count_cases
 from tightfit.core.errors import UserError
 from tightfit.data.formats import Message
 from tightfit.data.templates import Prompter, TemplateRenderError
 from tightfit.data.tokenizer import load_tokenizer
 from word_model import ROWS, plant_model
 
-NUM_CASES = int(os.environ.get("TIGHTFIT_FUZZ_CASES", "300"))
+NUM_CASES = count_cases(300)
 SECONDS = 12.0
 """To load and to encode a little; a slow pattern is given up after eight."""
 MOST_MEMORY = 2**30

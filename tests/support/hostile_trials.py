@@ -40,6 +40,11 @@ class HangError(BaseException):
     """No Exception: nothing in the program may catch it."""
 
 
+def count_cases(num_short: int) -> int:
+    """How many random cases of a kind are wanted."""
+    return int(os.environ.get(CASES_VARIABLE, num_short))
+
+
 @dataclass(slots=True)
 class Tally:
     """What became of the cases of one kind."""
@@ -74,7 +79,7 @@ class Trials:
     ) -> None:
         self._folder = folder
         self._capsys = capsys
-        self._num_cases = int(os.environ.get(CASES_VARIABLE, num_short))
+        self._num_cases = count_cases(num_short)
         self.tally = Tally(kind)
 
     def run(self, make_case: MakeCase) -> None:
