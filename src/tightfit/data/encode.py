@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -47,6 +48,7 @@ from tightfit.data.token_store import (
     TokenStore,
 )
 from tightfit.data.tokenizer import ChatTokenizer, load_tokenizer
+from tightfit.data.tools import Tool
 
 if TYPE_CHECKING:
     import numpy as np
@@ -79,6 +81,7 @@ class Example(NamedTuple):
     place: str
     file: int
     number: int
+    tools: tuple[Tool, ...] = ()
 
 
 class _Pending(NamedTuple):
@@ -119,7 +122,7 @@ class RowEncoder:
     def add(self, example: Example) -> Iterator[NewRow]:
         """Take one example; now and then a batch of rows comes out."""
         messages = check_text(example.messages, example.place, self._findings)
-        digest = digest_messages(messages)
+        digest = digest_messages(messages, example.tools)
         for sealed, prompt in self._sealed(example._replace(messages=messages)):
             self._pending.append(_Pending(example, digest, sealed, prompt))
             self._num_chars += len(sealed.text) + len(prompt or "")
@@ -146,13 +149,14 @@ class RowEncoder:
     def _sealed(self, example: Example) -> list[tuple[RenderedRow, str | None]]:
         messages, control = example.messages, self._tokenizer.control
         is_all = self._options.train_on is TrainOn.ALL
-        if not any(m.content.strip() for m in messages if is_all or m.role == ASSISTANT):
+        if all(m.is_empty for m in messages if is_all or m.role == ASSISTANT):
             self._findings.add("empty-answer", example.place)
             return []
-        spells_control = any(control.holds_name(message.content) for message in messages)
+        texts = (text for m in messages for text in (m.content, m.reasoning))
+        spells_control = any(control.holds_name(text) for text in texts)
         if self._options.is_encoder_decoder:
             try:
-                rows = self._question_answers(messages)
+                rows = self._question_answers(messages, example.tools)
             except TemplateRenderError as error:
                 self._findings.add("refused", example.place, first_line(error)[:200])
                 return []
@@ -163,19 +167,25 @@ class RowEncoder:
             return [(RenderedRow(control.seal(control.strip_private(text)), ()), None)]
         else:
             try:
-                rendered = self.renderer.rows(messages)
+                rendered = self.renderer.rows(messages, example.tools)
             except TemplateRenderError as error:
                 self._findings.add("refused", example.place, first_line(error)[:200])
                 return []
             if not rendered:
                 self._findings.add("empty-answer", example.place, "nothing asks for the answer")
+            self.counts["tools"] += bool(example.tools)
+            self.counts["calls"] += sum(len(message.tool_calls) for message in messages)
             rows = [(sealed, None) for sealed in rendered]
         if spells_control:
             self._findings.add("control-token", example.place)
         return rows
 
-    def _question_answers(self, messages: list[Message]) -> list[tuple[RenderedRow, str | None]]:
+    def _question_answers(
+        self, messages: list[Message], tools: tuple[Tool, ...]
+    ) -> list[tuple[RenderedRow, str | None]]:
         """One row per answer: all before it is the encoder's, itself the decoder's."""
+        if tools or any(message.tool_calls for message in messages):
+            raise TemplateRenderError("an encoder-decoder learns texts, not tool calls")
         control = self._tokenizer.control
         rows: list[tuple[RenderedRow, str | None]] = []
         for at, message in enumerate(messages):
@@ -293,11 +303,13 @@ def mask_tokens(
     return trained & ~across, int(across.sum())
 
 
-def digest_messages(messages: Sequence[Message]) -> int:
+def digest_messages(messages: Sequence[Message], tools: Sequence[Tool] = ()) -> int:
     """A number for the text of an example; the same text, the same number."""
     digest = hashlib.blake2b(digest_size=8)
+    if tools:
+        digest.update(json.dumps(tools).encode())
     for message in messages:
-        digest.update(f"{message.role}\x1f{message.content}\x1e".encode("utf-8", "surrogatepass"))
+        digest.update(f"{message.role}\x1f{message.text}\x1e".encode("utf-8", "surrogatepass"))
     return int.from_bytes(digest.digest(), "little")
 
 
@@ -420,6 +432,10 @@ NOTE_TEXTS = {
     "trained.",
     "folded-system": "The template has no system role: in {:,} rows the system text was put before "
     "the first user message.",
+    "short-ids": "The template takes only ids of nine letters and digits: those of tool calls were "
+    "replaced in {:,} rows.",
+    "tools": "{:,} rows declare tools, which are read and not trained.",
+    "calls": "{:,} tool calls are trained; the results of tools are read and not trained.",
     "split": "The template writes earlier turns differently once more follow: {:,} conversations "
     "became one row per answer, each as the model will see it.",
     "appended-stop": "The template ends answers without a token that this tokenizer knows as one: "
@@ -489,7 +505,7 @@ class EncodingJob:
         self._num_read[source] += 1
         self._formats[source].setdefault(row_format.name)
         try:
-            messages = row_format.to_messages(row)
+            messages, tools = row_format.to_conversation(row)
         except InvalidInputError as error:
             self.findings.add_error(error)
             return
@@ -499,7 +515,7 @@ class EncodingJob:
             self._files.append(StoreFile(path=at[0], unit=at[1], source=source))
         is_text = row_format.name == "text"
         self._num_text_rows += is_text
-        example = Example(messages, is_text, row.place, files[at], row.number)
+        example = Example(messages, is_text, row.place, files[at], row.number, tools)
         for new in self._encoder.add(example):
             self.writer.add(new)
 
@@ -677,7 +693,7 @@ def _no_stop(
     )
 
 
-ENCODER_VERSION = 1
+ENCODER_VERSION = 2
 """Raised whenever the same data would be encoded otherwise, so that old caches are not used."""
 
 

@@ -110,7 +110,7 @@ class DataIssues:
 
 def check_text(messages: list[Message], place: str, findings: DataIssues) -> list[Message]:
     """Note what a wrong decoding left behind; returns messages that can be encoded."""
-    text = "\n".join(message.content for message in messages)
+    text = "\n".join(message.text for message in messages)
     if "\0" in text:
         findings.add("nul", place)
     if text.isascii():
@@ -122,7 +122,13 @@ def check_text(messages: list[Message], place: str, findings: DataIssues) -> lis
         findings.add("mojibake", place, " ".join(text[start : found.end() + 12].split()))
     if _SURROGATE.search(text):
         findings.add("surrogate", place)
-        return [Message(m.role, _SURROGATE.sub("\ufffd", m.content)) for m in messages]
+        return [
+            m._replace(
+                content=_SURROGATE.sub("\ufffd", m.content),
+                reasoning=_SURROGATE.sub("\ufffd", m.reasoning),
+            )
+            for m in messages
+        ]
     return messages
 
 
