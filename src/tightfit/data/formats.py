@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -81,6 +81,32 @@ class Message(NamedTuple):
         """Reasoning, content and calls as one text: for counting and for showing."""
         calls = (call.as_json() for call in self.tool_calls)
         return "\n".join(part for part in (self.reasoning, self.content, *calls) if part)
+
+    def as_object(self, thought: str = THOUGHT_KEYS[0]) -> dict[str, Any]:
+        """As data files, OpenAI's clients and transformers' templates have it."""
+        found: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.reasoning:
+            found[thought] = self.reasoning
+        if self.tool_calls:
+            found["tool_calls"] = [
+                {
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                    **({"id": call.id} if call.id else {}),
+                }
+                for call in self.tool_calls
+            ]
+        if self.name:
+            found["name"] = self.name
+        if self.call_id:
+            found["tool_call_id"] = self.call_id
+        return found
+
+    @classmethod
+    def restore(cls, fields: Sequence[Any]) -> Message:
+        """From the list that JSON makes of one."""
+        message = cls(*fields)
+        return message._replace(tool_calls=tuple(ToolCall(*call) for call in message.tool_calls))
 
 
 class Conversation(NamedTuple):
@@ -258,29 +284,38 @@ def _calls_in_text(message: Message) -> Message:
 
 
 def _checked(messages: list[Message], tools: tuple[Tool, ...]) -> list[Message]:
-    """Results with the name and id of their calls. Without tools, results may answer to text."""
+    """Results with the name and id of their calls, which are of listed tools."""
     names = tool_names(tools)
-    has_calls = bool(tools) or any(message.tool_calls for message in messages)
     checked: list[Message] = []
+    for number, message in enumerate(messages, start=1):
+        for call in message.tool_calls:
+            if call.name not in names:
+                listed = _listed(names) if names else "none"
+                raise ToolError(
+                    f"message {number} calls `{excerpt(call.name)}`, which is not listed in "
+                    f"`tools` ({listed})"
+                )
+        calls = tuple(drop_filled_nulls(call, tools) for call in message.tool_calls)
+        checked.append(message._replace(tool_calls=calls) if calls else message)
+    # Without tools, a result may answer to a call that is written as text.
+    has_calls = bool(tools) or any(message.tool_calls for message in messages)
+    return link_results(checked) if has_calls else checked
+
+
+def link_results(messages: Sequence[Message]) -> list[Message]:
+    """Results with the name and id of their calls. Raises `ToolError` for one without a call."""
+    linked: list[Message] = []
     waiting: list[ToolCall] = []
     for number, given in enumerate(messages, start=1):
         message = given
         if message.tool_calls:
-            for call in message.tool_calls:
-                if call.name not in names:
-                    listed = _listed(names) if names else "none"
-                    raise ToolError(
-                        f"message {number} calls `{excerpt(call.name)}`, which is not listed in "
-                        f"`tools` ({listed})"
-                    )
-            calls = tuple(drop_filled_nulls(call, tools) for call in message.tool_calls)
-            message, waiting = message._replace(tool_calls=calls), list(calls)
-        elif message.role == TOOL and has_calls:
+            waiting = list(message.tool_calls)
+        elif message.role == TOOL:
             message = _linked(message, waiting, number)
-        elif message.role != TOOL:
+        else:
             waiting = []
-        checked.append(message)
-    return checked
+        linked.append(message)
+    return linked
 
 
 def _linked(message: Message, waiting: list[ToolCall], number: int) -> Message:

@@ -553,27 +553,14 @@ class _TemplateFields:
 
     def as_object(self, message: Message) -> dict[str, Any]:
         """The message as transformers documents it."""
-        found: dict[str, Any] = {"role": message.role, "content": self.content(message)}
-        if message.role == ASSISTANT and self.thought is not None:
-            thought = message.reasoning
-            if not thought and self.moves_thought:
-                thought, found["content"] = split_thought(message.content)
-            if thought:
-                found[self.thought] = thought
-        if message.tool_calls:
-            found["tool_calls"] = [
-                {
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments},
-                    **({"id": call.id} if call.id else {}),
-                }
-                for call in message.tool_calls
-            ]
-        if message.name:
-            found["name"] = message.name
-        if message.call_id:
-            found["tool_call_id"] = message.call_id
-        return found
+        if message.role != ASSISTANT:
+            return message.as_object()
+        if self.thought is None:
+            return message._replace(content=self.content(message), reasoning="").as_object()
+        if not message.reasoning and self.moves_thought:
+            reasoning, content = split_thought(message.content)
+            message = message._replace(reasoning=reasoning, content=content)
+        return message.as_object(self.thought)
 
 
 _THOUGHT = re.compile(r"\A\s*<think>(.*?)</think>", re.DOTALL)
@@ -672,25 +659,19 @@ class Prompter:
         )
         self.control_ids = frozenset(tokenizer.control.ids.values())
         """Tokens that are left out of an answer's text."""
+        text = "" if self.template is None else self.template.text
+        has_calls = _TemplateFields.of(text).has_calls
+        self.call_syntax: CallSyntax | None = find_syntax(text) if has_calls else None
+        """How the model writes tool calls; None without a template that takes them."""
+        names = self.call_syntax.control if self.call_syntax is not None else ()
+        aliases = {tokenizer.control.alias_of.get(name) for name in names}
+        self.call_control = tuple(i for a, i in tokenizer.control.ids.items() if a in aliases)
+        """Control tokens that stay in an answer's text, for `call_syntax` to parse."""
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
         """Tokens that end an answer."""
         return self.tokenizer.stop_ids
-
-    @property
-    def call_syntax(self) -> CallSyntax | None:
-        """How the model writes tool calls; None without a template that takes tools."""
-        if self.template is None or not _TemplateFields.of(self.template.text).has_calls:
-            return None
-        return find_syntax(self.template.text)
-
-    @property
-    def call_control(self) -> tuple[int, ...]:
-        """Control tokens that stay in an answer's text, for `call_syntax` to parse."""
-        syntax, alias_of = self.call_syntax, self.tokenizer.control.alias_of
-        names = syntax.control if syntax is not None else ()
-        return tuple(self.tokenizer.control.ids[alias_of[n]] for n in names if n in alias_of)
 
     def chat(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> tuple[int, ...]:
         """Tokens that the answer follows. Raises `TemplateRenderError` where refused."""

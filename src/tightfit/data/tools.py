@@ -203,6 +203,20 @@ def read_arguments(name: str, item: Mapping[str, Any]) -> Mapping[str, Any]:
     return arguments
 
 
+def comparable(call: ToolCall) -> str:
+    """Equal for calls whose names and arguments are the same JSON."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: plain(part) for key, part in value.items()}
+        if isinstance(value, list | tuple):
+            return [plain(part) for part in value]
+        is_whole = isinstance(value, float) and value.is_integer()
+        return int(value) if is_whole else value  # 2.0 is 2 in JSON
+
+    return json.dumps([call.name, plain(call.arguments)], sort_keys=True)
+
+
 def read_literal(text: str) -> Any:
     """JSON, or the Python literal that some sets hold in its place."""
     try:
