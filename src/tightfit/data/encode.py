@@ -173,8 +173,9 @@ class RowEncoder:
                 return []
             if not rendered:
                 self._findings.add("empty-answer", example.place, "nothing asks for the answer")
-            self.counts["tools"] += bool(example.tools)
-            self.counts["calls"] += sum(len(message.tool_calls) for message in messages)
+            if not is_all:
+                self.counts["tools"] += bool(example.tools)
+                self.counts["calls"] += sum(len(message.tool_calls) for message in messages)
             rows = [(sealed, None) for sealed in rendered]
         if spells_control:
             self._findings.add("control-token", example.place)
@@ -307,7 +308,7 @@ def digest_messages(messages: Sequence[Message], tools: Sequence[Tool] = ()) -> 
     """A number for the text of an example; the same text, the same number."""
     digest = hashlib.blake2b(digest_size=8)
     if tools:
-        digest.update(json.dumps(tools).encode())
+        digest.update(json.dumps(tools, default=str).encode())
     for message in messages:
         digest.update(f"{message.role}\x1f{message.text}\x1e".encode("utf-8", "surrogatepass"))
     return int.from_bytes(digest.digest(), "little")

@@ -151,6 +151,10 @@ def _messages(row: Row, value: Any) -> list[Message]:
 _SAYING_KEYS = ("content", "value", "tool_calls", "function_call")
 
 
+def _holds_objects(values: list[Any]) -> bool:
+    return bool(values) and isinstance(values[0], Mapping)
+
+
 def _holds_parts(content: list[Any]) -> bool:
     return all(isinstance(part, Mapping) and "text" in part for part in content)
 
@@ -406,8 +410,11 @@ class RowFormat:
 
     def to_conversation(self, row: Row) -> Conversation:
         """The messages and tools that a row holds; plain text is one assistant message."""
-        messages = self.make(row, [self._value(row, group) for group in self.keys])
-        return Conversation(messages) if self.name == "text" else _conversation(row, messages)
+        values = [self._value(row, group) for group in self.keys]
+        messages = self.make(row, values)
+        # Beside plain questions, a column called `tools` may be about anything.
+        has_turns = any(isinstance(value, list) and _holds_objects(value) for value in values)
+        return _conversation(row, messages) if has_turns else Conversation(messages)
 
     def to_messages(self, row: Row) -> list[Message]:
         """As `to_conversation`, where tools play no part."""
@@ -420,7 +427,7 @@ class RowFormat:
             return Turns("", messages[0].content, 0)
         answer = "\n".join(message.text for message in messages if message.role == ASSISTANT)
         asked = [message.content for message in messages if message.role != ASSISTANT]
-        prompt = "\n".join([*(json.dumps(tool) for tool in tools), *asked])
+        prompt = "\n".join([*(json.dumps(tool, default=str) for tool in tools), *asked])
         return Turns(prompt, answer, len(messages))
 
     def _value(self, row: Row, group: tuple[str, ...]) -> Any:

@@ -30,7 +30,8 @@ class ToolCall(NamedTuple):
 
     def as_json(self) -> str:
         """Name and arguments, as most models write a call."""
-        return json.dumps({"name": self.name, "arguments": self.arguments}, ensure_ascii=False)
+        facts = {"name": self.name, "arguments": self.arguments}
+        return json.dumps(facts, ensure_ascii=False, default=str)
 
 
 def load_json(text: str) -> Any:
@@ -214,7 +215,7 @@ def comparable(call: ToolCall) -> str:
         is_whole = isinstance(value, float) and value.is_integer()
         return int(value) if is_whole else value  # 2.0 is 2 in JSON
 
-    return json.dumps([call.name, plain(call.arguments)], sort_keys=True)
+    return json.dumps([call.name, plain(call.arguments)], sort_keys=True, default=str)
 
 
 def read_literal(text: str) -> Any:

@@ -178,3 +178,11 @@ def test_text_that_looks_like_a_call_stays_text_without_tools() -> None:
 
     assert message.content == said
     assert message.tool_calls == ()
+
+
+def test_beside_a_plain_question_tools_may_be_anything() -> None:
+    row = Row(
+        {"instruction": "Build it.", "output": "Done.", "tools": "a saw"}, Path("a"), 1, "line"
+    )
+
+    assert FORMATS["alpaca"].to_conversation(row).tools == ()
