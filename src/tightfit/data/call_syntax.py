@@ -8,7 +8,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from tightfit.data.tools import ToolCall, ToolError, check_depth, read_calls, read_literal
+from tightfit.data.tools import (
+    ToolCall,
+    ToolError,
+    check_depth,
+    enclosed,
+    read_calls,
+    read_literal,
+)
 
 
 class ParsedAnswer(NamedTuple):
@@ -80,20 +87,18 @@ def _read_hermes(text: str) -> ParsedAnswer:
     return ParsedAnswer(text.partition(start)[0].rstrip(), tuple(calls))
 
 
-_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTALL)
-
-
 def _read_tags(text: str) -> ParsedAnswer:
     if "<tool_call>" not in text:
         return ParsedAnswer(text)
     before, _, rest = text.partition("<tool_call>")
-    calls = [
-        ToolCall(
-            name.strip(), {key: _json_or_text(value) for key, value in _PARAMETER.findall(body)}
-        )
-        for name, body in _FUNCTION.findall(rest)
-    ]
+    calls = []
+    for function in rest.split("<function=")[1:]:
+        name, _, body = function.partition("</function>")[0].partition(">")
+        arguments = {}
+        for _, parameter, _ in enclosed(body, "<parameter=", "</parameter>"):
+            key, _, value = parameter.partition(">")
+            arguments[key] = _json_or_text(value.removeprefix("\n").removesuffix("\n"))
+        calls.append(ToolCall(name.strip(), arguments))
     if not calls:
         raise ToolError("has no <function=NAME>")
     return ParsedAnswer(before.rstrip(), tuple(calls))
@@ -178,9 +183,8 @@ def _read_harmony(text: str) -> ParsedAnswer:
 # Gemma: a notation of its own, with a mark of its own for quotes.
 
 _GEMMA_CALL = re.compile(r"\s*call:([^\s{]+)\s*")
-_GEMMA_THOUGHT = re.compile(r"<\|channel>(?:thought)?\s*(.*?)\s*(?:<channel\|>|\Z)", re.DOTALL)
+_GEMMA_NO_KEY = frozenset("{}[],")
 _GEMMA_WORD = re.compile(r"[^,}\]]*")
-_GEMMA_KEY = re.compile(r"\s*([^:{}\[\],]+?)\s*:\s*")
 
 
 class _GemmaReader:
@@ -201,6 +205,8 @@ class _GemmaReader:
     def _value(self, depth: int) -> Any:
         if depth > 30:
             raise ToolError("is nested too deep")
+        while self._takes(" "):
+            continue
         if self._takes(self._quote):
             end = self._text.find(self._quote, self._at)
             if end < 0:
@@ -234,10 +240,11 @@ class _GemmaReader:
                 if end < 0 or not self._takes(":"):
                     raise ToolError("has a key without a value")
             else:
-                found = _GEMMA_KEY.match(self._text, self._at)
-                if not found:
+                end = self._text.find(":", self._at)
+                key = self._text[self._at : end].strip()
+                if end < 0 or not key or not _GEMMA_NO_KEY.isdisjoint(key):
                     raise ToolError("has arguments without an end")
-                key, self._at = found[1], found.end()
+                self._at = end + 1
             made[key] = self._value(depth + 1)
             if not self._takes(",") and not self._text.startswith("}", self._at):
                 raise ToolError("has arguments without an end")
@@ -251,8 +258,11 @@ class _GemmaReader:
 
 def _gemma(start: str, quote: str) -> Callable[[str], ParsedAnswer]:
     def read(text: str) -> ParsedAnswer:
-        reasoning = "\n".join(_GEMMA_THOUGHT.findall(text))
-        text = _GEMMA_THOUGHT.sub("", text)
+        # Reasoning stands first, in a channel of its own.
+        thought, reasoning = text.lstrip(), ""
+        if thought.startswith("<|channel>"):
+            thought, _, text = thought.partition("<channel|>")
+            reasoning = thought.removeprefix("<|channel>").removeprefix("thought").strip()
         before, *pieces = text.split(start)
         calls = tuple(_GemmaReader(piece, quote).call() for piece in pieces)
         return ParsedAnswer(before.rstrip() if calls else before, calls, reasoning)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,6 +17,7 @@ from tightfit.data.tools import (
     ToolCall,
     ToolError,
     drop_filled_nulls,
+    enclosed,
     read_calls,
     read_literal,
     read_tools,
@@ -221,12 +221,14 @@ def _conversation(row: Row, messages: list[Message]) -> Conversation:
         raise _bad(row, str(error)) from None
 
 
-_TOOLS_BLOCK = re.compile(r"<tools>(.*?)</tools>", re.DOTALL)
-_TOOLS_OPENING = re.compile(
-    r"(?:^|(?<=\s))(?:# Tools\s+)?(?:You may call one or more functions to assist with the user "
-    r"query\.\s+)?[^.\n]*<tools>"
+_TOOLS_MARKS = ("<tools>", "</tools>")
+_RESPONSE_MARKS = ("<tool_response>", "</tool_response>")
+_CALL_END = "</tool_call>"
+_TOOLS_HEADING = (
+    "You may call one or more functions to assist with the user query.",
+    "# Tools",
 )
-_RESPONSE = re.compile(r"<tool_response>\s*(.*?)\s*</tool_response>", re.DOTALL)
+"""What Qwen's template writes before its tools, the last line first."""
 
 
 def _read_hermes(
@@ -247,32 +249,43 @@ def _read_hermes(
     for message in messages:
         if message.role == ASSISTANT and not message.tool_calls:
             read.append(_calls_in_text(message))
-        elif message.role in (TOOL, USER) and (found := _RESPONSE.findall(message.content)):
-            rest = _RESPONSE.sub("", message.content).strip()
-            is_result = message.role == TOOL or not rest
-            read += [Message(TOOL, text) for text in found] if is_result else [message]
+        elif message.role in (TOOL, USER) and _RESPONSE_MARKS[0] in message.content:
+            read += _results_in_text(message)
         else:
             read.append(message)
     return read, tools
 
 
+def _results_in_text(message: Message) -> list[Message]:
+    """Each marked result as a message; a user's message only where it holds nothing else."""
+    found = list(enclosed(message.content, *_RESPONSE_MARKS))
+    ends = [0, *(end for _, _, end in found)]
+    starts = [*(start for start, _, _ in found), len(message.content)]
+    rest = "".join(message.content[a:b] for a, b in zip(ends, starts, strict=True)).strip()
+    if not found or (rest and message.role != TOOL):
+        return [message]
+    return [message._replace(role=TOOL, content=text.strip()) for _, text, _ in found]
+
+
 def _tools_in_text(text: str) -> tuple[str, tuple[Tool, ...]]:
     """The system text without the declaration of its tools, and these."""
-    for block in _TOOLS_BLOCK.finditer(text):
-        body = block[1].strip()
+    for _, inside, end in enclosed(text, *_TOOLS_MARKS):
+        body = inside.strip()
         if not body.startswith(("[", "{")):
             continue  # the tag is only mentioned
         try:
             value = read_literal(body)
         except ToolError:  # one schema a line, as Qwen's template writes them
             value = [read_literal(line) for line in body.splitlines() if line.strip()]
-        opening = _TOOLS_OPENING.search(text)
-        start = min(opening.start(), block.start()) if opening else block.start()
-        after = text[block.end() :]
+        first = text.find(_TOOLS_MARKS[0])
+        sentence = max(text.rfind(".", 0, first), text.rfind("\n", 0, first)) + 1
+        before = text[:sentence].strip()
+        for heading in _TOOLS_HEADING:
+            before = before.removesuffix(heading).rstrip()
         # How to write a call, which the model's own template says in its own way.
-        told = after.rfind("</tool_call>")
-        after = after[told + len("</tool_call>") :] if told >= 0 else after
-        kept = (part.strip() for part in (text[:start], after))
+        after = text[end:]
+        after = after[after.rfind(_CALL_END) + len(_CALL_END) :] if _CALL_END in after else after
+        kept = (before, after.strip())
         return "\n\n".join(part for part in kept if part), read_tools(value)
     return text, ()
 

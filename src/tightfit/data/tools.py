@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 Tool = Mapping[str, Any]
@@ -32,6 +32,17 @@ class ToolCall(NamedTuple):
         """Name and arguments, as most models write a call."""
         facts = {"name": self.name, "arguments": self.arguments}
         return json.dumps(facts, ensure_ascii=False, default=str)
+
+
+def enclosed(text: str, start: str, end: str) -> Iterator[tuple[int, str, int]]:
+    """Each text between two marks, with where the first mark begins and the second one ends.
+
+    In linear time, which a regular expression would not take of marks that are never closed.
+    """
+    at = text.find(start)
+    while at >= 0 and (stop := text.find(end, at + len(start))) >= 0:
+        yield at, text[at + len(start) : stop], stop + len(end)
+        at = text.find(start, stop + len(end))
 
 
 def load_json(text: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,18 @@ def test_every_spelling_is_one_conversation(values: dict[str, Any]) -> None:
 
 def test_hermes_text_about_calls_leaves_the_system_message() -> None:
     assert read(HERMES).messages[0].content == "You are a function calling AI model."
+
+
+def test_marks_that_are_never_closed_are_read_in_linear_time() -> None:
+    began = time.thread_time()
+    system = {"role": "system", "content": "<tools>" * 50_000 + " no end"}
+    said = [{"role": "tool", "content": "<tool_response>" * 50_000}]
+    asked = {"role": "assistant", "tool_calls": [CALL]}
+
+    messages, _ = read({"tools": [WRAPPED], "messages": [system, ASKED, asked, *said]})
+
+    assert len(messages) == 4
+    assert time.thread_time() - began < 2
 
 
 def test_parallel_results_find_their_calls() -> None:
