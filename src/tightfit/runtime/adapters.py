@@ -22,6 +22,7 @@ from tightfit.core.reading import read_json_file
 from tightfit.core.settings import ALL_LINEAR, EXPERTS
 from tightfit.core.strategy import Strategy, Training
 from tightfit.core.text import did_you_mean, printable
+from tightfit.models.families.parts import MAX_VOCAB
 from tightfit.models.families.registry import check_takes_adapter, find_family
 from tightfit.runtime.libraries import silence_libraries, torch_dtype
 from tightfit.runtime.load import plain_dtype
@@ -342,11 +343,19 @@ def _is_setting(name: str, value: object) -> bool:
         return False
     if name == "r":
         return isinstance(value, int) and 0 < value <= _MAX_RANK
+    if name == "trainable_token_indices":
+        listed = value.values() if isinstance(value, dict) else [value or []]
+        return all(isinstance(each, list) and all(map(_is_row, each)) for each in listed)
     if isinstance(value, list) and name in _CONFIG_KINDS:
         return all(isinstance(item, str) for item in value)
     if isinstance(value, dict) and name in _CONFIG_KINDS:
         return all(type(item) in (int, float) and item > 0 for item in value.values())
     return True
+
+
+def _is_row(value: object) -> bool:
+    """Whether a model can have a row of this number."""
+    return type(value) is int and 0 <= value < MAX_VOCAB
 
 
 def _check_adapter_files(folder: Path) -> None:
