@@ -49,6 +49,7 @@ _RECIPE_KEYS = {
 """Settings that a recipe states elsewhere than under `strategy` or at the top, and where."""
 TOP_LEVEL_HOMES = {name: key for name, key in _RECIPE_KEYS.items() if name in list_settings()}
 """Those of a strategy."""
+_AT_TOP = tuple(name for name, key in TOP_LEVEL_HOMES.items() if key == name != "method")
 _LORA_KEYS = {
     name: key.removeprefix("lora.") for name, key in _RECIPE_KEYS.items() if key.startswith("lora.")
 }
@@ -141,8 +142,7 @@ class Recipe(_Stated):
         if self.method is not RecipeMethod.AUTO:
             is_full = self.method is RecipeMethod.FULL
             fixed["method"] = Method.FULL if is_full else Method.LORA
-        at_top = ("seq_len", "packing", *NEW_TOKENS)
-        stated = {name: getattr(self, name) for name in at_top}
+        stated = {name: getattr(self, name) for name in _AT_TOP}
         stated |= {
             name: getattr(self.lora, key)
             for name, key in _LORA_KEYS.items()

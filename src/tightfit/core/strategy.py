@@ -200,6 +200,8 @@ class DataSource(FiniteFrozen):
     split: Literal["train", "eval"] = "train"
     take: Name | None = None
     """A part of the rows, as people write it: `10`, `1%`, `[:10%]`, `train[10:20]`."""
+    text_rows: Literal["file", "line"] = "file"
+    """What is a row in files of plain text and Markdown: a whole file is one document."""
 
 
 class Training(TrainingSettings, FiniteFrozen):
