@@ -649,10 +649,9 @@ def estimate_loss_bytes(spec: ModelSpec, strategy: Strategy) -> LossBytes:
     if not strategy.num_new_rows:
         return found
     copy = spec.embedding_params * strategy.compute.value_bytes
-    is_fused = strategy.loss is Loss.FUSED and can_fuse_head_and_loss(spec)
-    # The gradient of the whole copy: Liger's is there in forward, else the head's own makes it
-    # when the logits' fp32 gradients are gone.
-    return LossBytes(forward=found.forward + copy, backward=found.backward + copy * (2 - is_fused))
+    # In the backward pass Liger's loss holds that copy's gradient instead. Else the gradient comes
+    # when the logits' own in fp32 are gone, and is not part of this peak.
+    return LossBytes(forward=found.forward + copy, backward=found.backward + copy)
 
 
 def _estimate_loss(spec: ModelSpec, strategy: Strategy) -> LossBytes:
