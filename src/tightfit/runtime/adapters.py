@@ -115,10 +115,9 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:
 def save_adapter(model: PeftModel, folder: Path, state: dict[str, Any] | None = None) -> None:
     """Write peft's files. `state` replaces the values of sharded parameters.
 
-    Embeddings are written only if they were trained; by default peft asks the hub whether the
-    vocabulary has grown.
+    Trained embeddings are among them as any module that was trained whole. By default peft asks the
+    hub whether the vocabulary has grown, and then writes embeddings a second time.
     """
-    config: Any = model.peft_config["default"]
     if state is not None:
         # Each tied value under all its names, as peft looks them up.
         first = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -128,7 +127,7 @@ def save_adapter(model: PeftModel, folder: Path, state: dict[str, Any] | None = 
     model.save_pretrained(
         str(folder),
         state_dict=state,
-        save_embedding_layers=bool(config.modules_to_save),
+        save_embedding_layers=False,
         safe_serialization=True,
     )
 

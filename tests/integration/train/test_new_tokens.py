@@ -79,8 +79,6 @@ def test_a_new_token_is_one_token_everywhere(
     pytest.importorskip("xllamacpp", reason="pip install 'tightfit[gguf]'")
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from tightfit.runtime.llama_cpp import LlamaModel
-
     (tmp_path / "base").mkdir()
     base = make_llama(tmp_path / "base", tie_word_embeddings=is_tied)
     first = load_tokenizer(base).token_id("<pad>")
@@ -125,16 +123,24 @@ def test_a_new_token_is_one_token_everywhere(
     assert whole.config.vocab_size == rows
     torch.testing.assert_close(_logits(whole, ids), expected, rtol=1e-4, atol=1e-4)
 
-    # GGUF: llama.cpp cuts the text alike, and says the same.
-    file = convert_to_gguf(merged, tmp_path / "model.gguf")
+    _check_gguf(merged, whole, tmp_path / "model.gguf", pad=first)
+
+
+def _check_gguf(merged: Path, whole: Any, target: Path, *, pad: int) -> None:
+    """llama.cpp cuts the text alike, and says the same."""
+    from tightfit.runtime.llama_cpp import LlamaModel
+
+    tokenizer = load_tokenizer(merged)
+    file = convert_to_gguf(merged, target)
     prompt = f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
-    asked = load_tokenizer(merged).encode(prompt)
+    asked = tokenizer.encode(prompt)
     answer = whole.generate(
-        torch.tensor([asked]), do_sample=False, max_new_tokens=16, pad_token_id=first
+        torch.tensor([asked]), do_sample=False, max_new_tokens=16, pad_token_id=pad
     )[0, len(asked) :].tolist()
-    assert answer[0] == numbers[0]
+    assert answer[0] == tokenizer.token_id(PLAIN[0])
     with LlamaModel(file, num_positions=64) as model:
-        assert model.tokenize(f"{ANSWER}{SPECIAL[0]}") == library.encode(f"{ANSWER}{SPECIAL[0]}")
+        text = f"{ANSWER}{SPECIAL[0]}"
+        assert model.tokenize(text) == tokenizer.encode(text)
         said = list(asked)
         for _ in answer:
             said.append(int(model.logits(said)[-1].argmax()))
