@@ -200,7 +200,7 @@ def _score_calls(questions: Sequence[Question], _databases: Path | None, notes: 
         )
     if num_text := sum(bool(item.tools) and not item.gold_calls for item in questions):
         notes.append(
-            f"tool-calls: in {num_text:,} rows the right answer is text, and no call is right"
+            f"tool-calls: rows whose right answer is text, so that no call is right: {num_text:,}"
         )
 
     def score(number: int, answer: str) -> AnswerScore:
