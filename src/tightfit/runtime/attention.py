@@ -3,6 +3,7 @@ transformers does not have.
 
 `tightfit_repeat`: SDPA with repeated keys, for GPUs without a fused grouped-query kernel.
 `tightfit_varlen`: packed rows without a mask, document by document.
+`tightfit_causal`, `tightfit_causal_repeat`: those of families with an attention of their own.
 """
 
 from __future__ import annotations
@@ -199,6 +200,8 @@ GROUPED_DECODE = "tightfit_grouped_decode"
 """SDPA for generation of one token per row."""
 CAUSAL = "tightfit_causal"
 """SDPA without a mask, or flex attention with a bias by distance: `own_attention.py`."""
+CAUSAL_REPEAT = "tightfit_causal_repeat"
+"""`tightfit_repeat` without a mask."""
 PACKED = "tightfit_packed"
 """Not an implementation: `tightfit_varlen` if the family allows it, else SDPA's block mask."""
 
@@ -235,6 +238,8 @@ def resolve_attention(config: PretrainedConfig, name: str) -> str:
         )
     if name == REPEAT and not needs.family.accepts_custom_attention:
         return "sdpa"
+    if name == REPEAT and needs.family.own_attention:
+        name = CAUSAL_REPEAT
     has_bias = AttentionFeature.ALIBI in needs.features
     if name == "sdpa" and needs.family.own_attention and not has_bias:
         return CAUSAL
@@ -343,15 +348,13 @@ def check_packable(model: nn.Module) -> None:
     """Raise if the family ignores positions: it would read packed rows as one document."""
     config: Any = model.config
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-    check_packing(config, config._attn_implementation, takes_positions=takes_positions)
+    check_packing(config, takes_positions=takes_positions)
 
 
-def check_packing(
-    config: PretrainedConfig, implementation: str, *, takes_positions: bool = True
-) -> None:
-    """The same of a config with the attention that it will have."""
-    can_pack = read_needs(config).can_pack(is_varlen=implementation == VARLEN)
-    if not can_pack or not takes_positions:
+def check_packing(config: PretrainedConfig, *, takes_positions: bool = True) -> None:
+    """The same of a config."""
+    needs = read_needs(config)
+    if not needs.can_pack or not (takes_positions or needs.family.alibi == "always"):
         raise UsageError(
             f"{config.model_type} models cannot keep packed documents apart.",
             remedy="--set packing=false",
@@ -386,8 +389,13 @@ def register_attention() -> None:
         VARLEN: varlen_attention,
         GROUPED_DECODE: grouped_decode_attention,
         CAUSAL: own_attention.causal_attention,
+        CAUSAL_REPEAT: repeat_attention,
     }
-    masks: dict[str, Any] = {VARLEN: _no_mask, CAUSAL: own_attention.make_no_mask}
+    masks: dict[str, Any] = {
+        VARLEN: _no_mask,
+        CAUSAL: own_attention.make_mask,
+        CAUSAL_REPEAT: own_attention.make_mask,
+    }
     for kind in _list_own():
         implementations[kind.implementation_name] = _find_function(kind.record.implementation)
         masks[kind.implementation_name] = _find_function(kind.record.mask)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from planning_cases import SHORT_ROWS, make_cluster, make_request
 
-from tightfit.core.attention import Attention
 from tightfit.planning.plan import Plan
 from tightfit.planning.search import search
 
 H200 = make_cluster((1, "H200"))
 
 
-def plan_bloom(**fields: object) -> Plan:
+def plan_bloom(*, compile: bool | None = None, **fields: object) -> Plan:
     """No kernels of Liger's, so compiled layers are what makes it fast."""
-    request = make_request("bloom-1b7", method="full", profile=SHORT_ROWS, **fields)
+    fixed = {"packing": False} | ({} if compile is None else {"compile": compile})
+    request = make_request("bloom-1b7", method="full", profile=SHORT_ROWS, fixed=fixed, **fields)
     return search(request, H200, num_plans=1).plans[0]
 
 
@@ -21,16 +21,14 @@ def test_a_long_run_is_compiled_and_a_short_one_is_not() -> None:
     long, short = plan_bloom(num_epochs=10), plan_bloom(max_steps=20)
     assert long.strategy.compile
     assert not short.strategy.compile
-    asked = plan_bloom(max_steps=20, fixed={"compile": True})
-    seconds = [
-        plan.estimate.time.run_seconds(plan.num_epochs) for plan in (short, asked)
-    ]
+    asked = plan_bloom(max_steps=20, compile=True)
+    seconds = [plan.estimate.time.run_seconds(plan.num_epochs) for plan in (short, asked)]
     assert None not in seconds
     assert seconds[0] < seconds[1]  # type: ignore[operator]
 
 
 def test_it_is_in_the_run_and_its_price_but_in_no_step() -> None:
-    plan = plan_bloom(num_epochs=2, fixed={"compile": True, "attention": Attention.FLEX})
+    plan = plan_bloom(num_epochs=2, compile=True)
     time = plan.estimate.time
     assert time.compile_seconds > 10
     assert time.seconds_per_step == sum(time.components.values())
