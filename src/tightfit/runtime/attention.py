@@ -28,8 +28,7 @@ from tightfit.models.attention import (
     find_flash_problem,
     find_sdpa_problem,
     find_varlen_problem,
-    has_alibi,
-    read_attention_extras,
+    needs_of,
 )
 from tightfit.models.config import read_config
 from tightfit.models.families.registry import find_family
@@ -280,41 +279,11 @@ def find_varlen_obstacle(config: PretrainedConfig, kernel: VarlenKernel | None) 
 
 
 def read_needs(config: PretrainedConfig) -> AttentionNeeds:
-    """What the family's record and the loaded config need of an attention kernel."""
-    text = config.get_text_config()
-    known = find_family(text.model_type)
-    family = known if known.is_known else _read_family(config, known)
-    kinds = getattr(text, "layer_types", None)
-    stated = {
-        AttentionFeature.SOFTCAP: getattr(text, "attn_logit_softcapping", None) is not None,
-        AttentionFeature.WINDOW: (
-            getattr(text, "sliding_window", None) is not None
-            if kinds is None
-            else "sliding_attention" in kinds
-        ),
-        AttentionFeature.SINKS: family.has_sinks,
-    }
-    grouping = ("new_decoder_architecture", "multi_query")
-    is_grouped = any(getattr(text, name, False) for name in grouping)
-    stated[AttentionFeature.ALIBI] = has_alibi(family, is_grouped=is_grouped)
-    extras = read_attention_extras(text.to_dict(), family)
-    return AttentionNeeds(
-        family=family,
-        head_dim=_read_head_dim(text, family),
-        features=frozenset({*extras, *(feature for feature, is_on in stated.items() if is_on)}),
-        is_encoder_decoder=bool(config.is_encoder_decoder),
-    )
-
-
-def _read_head_dim(text: PretrainedConfig, family: Family) -> int:
-    """Width of the widest heads, as the planner reads it.
-
-    Gemma 4 has it by layer, DeepSeek in two parts, and Mamba no heads at all.
-    """
-    if family.read is not None:
-        return read_loaded_config(text).head_dim
-    stated = getattr(text, "head_dim", None)
-    return int(stated or text.hidden_size // text.num_attention_heads)
+    """What the loaded config needs of an attention kernel, as the planner reads it."""
+    needs = needs_of(read_loaded_config(config.get_text_config()))
+    if needs.family.is_known:
+        return needs
+    return replace(needs, family=_read_family(config, needs.family))
 
 
 def read_loaded_config(text: PretrainedConfig) -> ModelSpec:

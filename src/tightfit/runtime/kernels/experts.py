@@ -359,14 +359,16 @@ def _run(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor, gating: G
         *_find_adapter(module, "gate_up_proj", dtype),
         *_find_adapter(module, "down_proj", dtype),
     ]
-    biases = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else (None, None)
+    biases: list[Tensor | None] = [None, None]
+    if module.has_bias:
+        biases = [module.gate_up_proj_bias, module.down_proj_bias]
     num_experts, picked = module.num_experts, None
     if _reads_few(module, chosen):
         # Each choice is an expert of its own, which the host can count.
         picked, num_experts = chosen.reshape(-1), chosen.numel()
         chosen = torch.arange(num_experts, device=chosen.device).view(chosen.shape)
         adapters = [part if part is None else part[picked] for part in adapters]
-        biases = tuple(part if part is None else part[picked] for part in biases)
+        biases = [part if part is None else part[picked] for part in biases]
     gate_up, unpack_gate_up = _prepare(module, "gate_up_proj", dtype, picked)
     down, unpack_down = _prepare(module, "down_proj", dtype, picked)
     layout = Layout(
