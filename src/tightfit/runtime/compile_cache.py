@@ -23,7 +23,6 @@ from tightfit.core.units import GIB
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 """torch's own; triton's kernels that torch compiles are kept there too."""
 MOST_BYTES = 2 * GIB
-"""A model's layers and masks take 5 to 50 MB."""
 SPARED_SECONDS = 3600.0
 """What was used so lately may be in use."""
 
@@ -56,6 +55,8 @@ def _is_own(folder: Path) -> bool:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         found = folder.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+            return False
+        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):  # others may have written there
             return False
         folder.chmod(0o700)
         return os.access(folder, os.W_OK) and all(map(_is_kept, folder.resolve().parents))

@@ -61,7 +61,7 @@ def test_the_second_process_compiles_nothing(cache: Path) -> None:
 
 def test_its_owner_alone_can_read_it(cache: Path) -> None:
     cache.mkdir(parents=True)
-    cache.chmod(0o777)
+    cache.chmod(0o755)
     assert keep_compiled_code() == cache
     assert cache.stat().st_mode & 0o777 == 0o700
 
@@ -72,7 +72,7 @@ def test_the_users_own_choice_stays(monkeypatch: pytest.MonkeyPatch, cache: Path
     assert not cache.exists()
 
 
-@pytest.mark.parametrize("fault", ["another's", "link", "open parent", "a file"])
+@pytest.mark.parametrize("fault", ["another's", "link", "open", "open parent", "a file"])
 def test_what_another_could_write_is_not_read(
     fault: str, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -85,6 +85,9 @@ def test_what_another_could_write_is_not_read(
     elif fault == "link":
         (cache.parent / "there").mkdir()
         cache.symlink_to(cache.parent / "there")
+    elif fault == "open":
+        cache.mkdir()
+        cache.chmod(0o777)
     elif fault == "open parent":
         cache.parent.chmod(0o777)
     else:
