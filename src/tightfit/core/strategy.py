@@ -153,6 +153,12 @@ class Strategy(StrategySettings, Frozen):
         return self.fp8 and self.method is Method.LORA
 
     @property
+    def copies_reference(self) -> bool:
+        """Whether the reference is a frozen copy of the weights; adapters are switched off."""
+        is_run = self.objective.record.needs_reference and not self.precompute_reference
+        return is_run and self.method is Method.FULL
+
+    @property
     def is_trained(self) -> bool:
         return self.method is not Method.LOAD
 
