@@ -94,8 +94,16 @@ class StepTime(Frozen):
     """Name to seconds, summing to `seconds_per_step`."""
     seconds_per_epoch: NonNegativeFloat | None = None
     steps_per_epoch: NonNegativeInt | None = None
+    compile_seconds: NonNegativeFloat = 0.0
+    """What the first step takes longer where layers or attention are compiled and no earlier run
+    has left the code in the cache; in none of the figures above."""
     tier: str = "closed-form"
     """`traced` once the seconds of traced operations replaced the formulas'."""
+
+    def run_seconds(self, num_epochs: float) -> float | None:
+        """The whole run, compiling included; None where its length is not known (no dataset)."""
+        epoch = self.seconds_per_epoch
+        return None if epoch is None else epoch * num_epochs + self.compile_seconds
 
 
 class EstimateSummary(NamedTuple):

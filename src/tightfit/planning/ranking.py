@@ -83,7 +83,7 @@ LEVERS: tuple[Lever, ...] = (
         {"loss_chunk_factor": 1},
         is_plain=False,
     ),
-    # Compiling takes 5 to 40 s before the first step, and a trace cannot follow it.
+    # A trace cannot follow it. What compiling takes before the first step counts by itself.
     Lever(
         "compiled layers", lambda s: s.compile, {"compile": False}, is_plain=False, handicap=1.05
     ),
@@ -145,6 +145,8 @@ class Candidate(NamedTuple):
     strategy: Strategy
     summary: EstimateSummary
     wanted_batch: int = 1
+    num_steps: float | None = None
+    """Optimizer steps of the run; None where its length is not known."""
 
     @property
     def fits(self) -> bool:
@@ -176,12 +178,21 @@ def find_overshoot(strategy: Strategy, wanted_batch: int) -> float:
     return max(1.0, s.micro_batch * s.grad_accum * s.world_size / wanted_batch)
 
 
-def measure_seconds(estimate: Estimate | EstimateSummary) -> float:
-    """Seconds per epoch where the data is known, else per million real tokens."""
-    if estimate.time.seconds_per_epoch is not None:
-        return estimate.time.seconds_per_epoch
-    speed = estimate.time.tokens_per_second
-    return 1e6 / speed if speed > 0 else float("inf")
+def measure_seconds(
+    estimate: Estimate | EstimateSummary, *, num_steps: float | None = None
+) -> float:
+    """Seconds per epoch where the data is known, else per million real tokens.
+
+    With their share of what compiling takes before the first of `num_steps`.
+    """
+    time = estimate.time
+    if time.seconds_per_epoch is None:
+        seconds = 1e6 / time.tokens_per_second if time.tokens_per_second > 0 else float("inf")
+    else:
+        seconds = time.seconds_per_epoch
+    if not num_steps or not time.seconds_per_step:
+        return seconds
+    return seconds * (1 + time.compile_seconds / (num_steps * time.seconds_per_step))
 
 
 def handicap_of(strategy: Strategy) -> float:
@@ -210,18 +221,28 @@ def count_levers(strategy: Strategy) -> int:
 def rank(candidate: Candidate) -> tuple[float, ...]:
     """Smaller is better."""
     overshoot = find_overshoot(candidate.strategy, candidate.wanted_batch)
-    return rank_estimate(candidate.strategy, candidate.summary, overshoot=overshoot)
+    return rank_estimate(
+        candidate.strategy,
+        candidate.summary,
+        overshoot=overshoot,
+        num_steps=candidate.num_steps,
+    )
 
 
 def rank_estimate(
-    strategy: Strategy, estimate: Estimate | EstimateSummary, *, overshoot: float
+    strategy: Strategy,
+    estimate: Estimate | EstimateSummary,
+    *,
+    overshoot: float,
+    num_steps: float | None,
 ) -> tuple[float, ...]:
     """Smaller is better. `fits` before `tight`, then handicapped time, headroom, simplicity.
 
     Sequences beyond the wanted batch count as no progress: more GPUs than sequences
     would train another job than the one asked for.
     """
-    seconds = measure_seconds(estimate) * handicap_total(strategy) * overshoot
+    seconds = measure_seconds(estimate, num_steps=num_steps)
+    seconds *= handicap_total(strategy) * overshoot
     return (
         _VERDICT_ORDER.get(estimate.verdict, 2),
         # Three digits: a closer race is decided by headroom and simplicity.
@@ -260,8 +281,9 @@ def explain_order(plans: Sequence[Plan]) -> str | None:
 
 def _compare(plan: Plan, other: Plan) -> float:
     """How many times as fast as the other."""
-    seconds = measure_seconds(plan.estimate)
-    return measure_seconds(other.estimate) / seconds if seconds > 0 else 0.0
+    seconds = measure_seconds(plan.estimate, num_steps=plan.num_steps)
+    others = measure_seconds(other.estimate, num_steps=other.num_steps)
+    return others / seconds if seconds > 0 else 0.0
 
 
 def _reason(plan: Plan, best: Plan) -> str:
