@@ -49,7 +49,7 @@ from tightfit.planning.describe import (
 from tightfit.planning.plan import Exclusion, Plan
 from tightfit.planning.ranking import explain_order
 from tightfit.planning.request import JobRequest
-from tightfit.planning.search import GroupBest, SearchResult, find_run_seconds
+from tightfit.planning.search import GroupBest, SearchResult
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -350,9 +350,9 @@ def _speed_cell(found: Plan) -> str:
     epoch = time.seconds_per_epoch
     shortest, longest = render_seconds(epoch * low), render_seconds(epoch * high)
     lines = [f"{render_seconds(epoch)} an epoch", f"{shortest} to {longest}"]
-    if found.num_epochs != 1:
-        whole = render_seconds(epoch * found.num_epochs)
-        lines.append(f"{describe_epochs(found.num_epochs)}: {whole}")
+    run_seconds = time.run_seconds(found.num_epochs)
+    if run_seconds is not None and run_seconds != epoch:
+        lines.append(f"{describe_epochs(found.num_epochs)}: {render_seconds(run_seconds)}")
     return "\n".join([*lines, f"{time.tokens_per_second:,.0f} tokens/s"])
 
 
@@ -418,7 +418,7 @@ def _group_row(best: GroupBest, shown: Plan | None) -> tuple[str, ...]:
     if plan is None:
         return sanitize(group.name), "nothing fits", "-", limit, nodes, "-"
     how = describe_how(plan.strategy, plan.hardware.node.gpu.name)
-    seconds = find_run_seconds(plan.estimate, plan.num_epochs)
+    seconds = plan.estimate.time.run_seconds(plan.num_epochs)
     speed = f"{plan.estimate.time.tokens_per_second:,.0f}"
     run = speed if seconds is None else render_seconds(seconds)
     starts = {True: "now", False: "must wait", None: "unknown"}[best.can_start_now]
@@ -472,8 +472,9 @@ def _offer_row(place: int, offer: Offer) -> tuple[Cell, ...]:
     rent.append("\n" + ", ".join(words), style="not bold dim")
     run = offer.usd_per_run
     speed = f"{time.tokens_per_second:,.0f}"
-    if time.seconds_per_epoch is not None:
-        speed = render_seconds(time.seconds_per_epoch * offer.plan.num_epochs)
+    run_seconds = time.run_seconds(offer.plan.num_epochs)
+    if run_seconds is not None:
+        speed = render_seconds(run_seconds)
     return (
         str(place),
         rent,

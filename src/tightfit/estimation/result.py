@@ -96,6 +96,16 @@ class StepTime(Frozen):
     steps_per_epoch: NonNegativeInt | None = None
     tier: str = "closed-form"
     """`traced` once the seconds of traced operations replaced the formulas'."""
+    reference_seconds_per_step: NonNegativeFloat = 0.0
+    """To compute the reference's log-probabilities of one step's rows, where that is done before
+    training: once for each row, and so not in `seconds_per_step`."""
+
+    def run_seconds(self, num_epochs: float) -> float | None:
+        """None where the run's length is not known (no dataset given)."""
+        if self.seconds_per_epoch is None:
+            return None
+        before = self.reference_seconds_per_step * (self.steps_per_epoch or 0)
+        return before + self.seconds_per_epoch * num_epochs
 
 
 class EstimateSummary(NamedTuple):

@@ -110,10 +110,10 @@ def estimate_cost(
     if price is None:
         return None
     usd_per_hour = price.usd_per_gpu_hour * num_gpus
-    epoch = estimate.time.seconds_per_epoch
+    seconds = estimate.time.run_seconds(num_epochs)
     return Cost(
         usd_per_hour=usd_per_hour,
-        usd_per_run=None if epoch is None else usd_per_hour * epoch * num_epochs / 3600,
+        usd_per_run=None if seconds is None else usd_per_hour * seconds / 3600,
         source=f"{price.cloud}, {price.date}, median on demand: {price.source}",
     )
 

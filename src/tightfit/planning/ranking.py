@@ -145,6 +145,12 @@ class Candidate(NamedTuple):
     strategy: Strategy
     summary: EstimateSummary
     wanted_batch: int = 1
+    num_epochs: float = 1.0
+
+    @property
+    def seconds(self) -> float:
+        """`measure_seconds` of what is predicted."""
+        return measure_seconds(self.summary, self.num_epochs)
 
     @property
     def fits(self) -> bool:
@@ -176,12 +182,16 @@ def find_overshoot(strategy: Strategy, wanted_batch: int) -> float:
     return max(1.0, s.micro_batch * s.grad_accum * s.world_size / wanted_batch)
 
 
-def measure_seconds(estimate: Estimate | EstimateSummary) -> float:
-    """Seconds per epoch where the data is known, else per million real tokens."""
-    if estimate.time.seconds_per_epoch is not None:
-        return estimate.time.seconds_per_epoch
-    speed = estimate.time.tokens_per_second
-    return 1e6 / speed if speed > 0 else float("inf")
+def measure_seconds(estimate: Estimate | EstimateSummary, num_epochs: float = 1.0) -> float:
+    """Seconds per epoch where the data is known, else per million real tokens; with their share of
+    what is done once before `num_epochs`."""
+    time = estimate.time
+    if time.tokens_per_second <= 0:
+        return float("inf")
+    before = time.reference_seconds_per_step / (num_epochs * time.seconds_per_step)
+    if time.seconds_per_epoch is not None:
+        return time.seconds_per_epoch * (1 + before)
+    return 1e6 / time.tokens_per_second * (1 + before)
 
 
 def handicap_of(strategy: Strategy) -> float:
@@ -210,18 +220,27 @@ def count_levers(strategy: Strategy) -> int:
 def rank(candidate: Candidate) -> tuple[float, ...]:
     """Smaller is better."""
     overshoot = find_overshoot(candidate.strategy, candidate.wanted_batch)
-    return rank_estimate(candidate.strategy, candidate.summary, overshoot=overshoot)
+    return rank_estimate(
+        candidate.strategy,
+        candidate.summary,
+        overshoot=overshoot,
+        num_epochs=candidate.num_epochs,
+    )
 
 
 def rank_estimate(
-    strategy: Strategy, estimate: Estimate | EstimateSummary, *, overshoot: float
+    strategy: Strategy,
+    estimate: Estimate | EstimateSummary,
+    *,
+    overshoot: float,
+    num_epochs: float = 1.0,
 ) -> tuple[float, ...]:
     """Smaller is better. `fits` before `tight`, then handicapped time, headroom, simplicity.
 
     Sequences beyond the wanted batch count as no progress: more GPUs than sequences
     would train another job than the one asked for.
     """
-    seconds = measure_seconds(estimate) * handicap_total(strategy) * overshoot
+    seconds = measure_seconds(estimate, num_epochs) * handicap_total(strategy) * overshoot
     return (
         _VERDICT_ORDER.get(estimate.verdict, 2),
         # Three digits: a closer race is decided by headroom and simplicity.
@@ -260,8 +279,9 @@ def explain_order(plans: Sequence[Plan]) -> str | None:
 
 def _compare(plan: Plan, other: Plan) -> float:
     """How many times as fast as the other."""
-    seconds = measure_seconds(plan.estimate)
-    return measure_seconds(other.estimate) / seconds if seconds > 0 else 0.0
+    seconds = measure_seconds(plan.estimate, plan.num_epochs)
+    others = measure_seconds(other.estimate, other.num_epochs)
+    return others / seconds if seconds > 0 else 0.0
 
 
 def _reason(plan: Plan, best: Plan) -> str:

@@ -63,15 +63,9 @@ class GroupBest(NamedTuple):
         return plan is not None and bool(warn_of_limit(self.group, plan.estimate, plan.num_epochs))
 
 
-def find_run_seconds(estimate: Estimate, num_epochs: float) -> float | None:
-    """None where the run's length is not known (no dataset given)."""
-    epoch = estimate.time.seconds_per_epoch
-    return None if epoch is None else epoch * num_epochs
-
-
 def warn_of_limit(group: NodeGroup, estimate: Estimate, num_epochs: float) -> tuple[str, ...]:
     """A run that its partition would cut off."""
-    seconds, limit = find_run_seconds(estimate, num_epochs), group.max_seconds
+    seconds, limit = estimate.time.run_seconds(num_epochs), group.max_seconds
     if seconds is None or not limit or seconds <= limit:
         return ()
     takes, allowed = render_seconds(seconds), render_seconds(limit)
@@ -220,7 +214,7 @@ def _drop_needless_quantization(found: StrategyFilter, ordered: list[Candidate])
             candidate.strategy.weights.is_quantized
             and rival is not None
             and rival.summary.gpu.peak_reserved_bytes <= candidate.summary.gpu.peak_reserved_bytes
-            and measure_seconds(rival.summary) <= measure_seconds(candidate.summary)
+            and rival.seconds <= candidate.seconds
         )
         if is_beaten:
             reason = f"{method} saves no memory and no time here over the same plan with lora"
@@ -314,7 +308,7 @@ def use_adamw_kernel(found: StrategyFilter, candidate: Candidate) -> Candidate:
 
 
 def _is_faster(one: Candidate, other: Candidate) -> bool:
-    return measure_seconds(one.summary) < measure_seconds(other.summary)
+    return one.seconds < other.seconds
 
 
 def _make_plan(
@@ -412,7 +406,8 @@ def measure_levers(found: StrategyFilter, candidate: Candidate) -> Iterator[Leve
         if found.find_violation(layout, turned_back) is not None:
             continue
         with_it, without = candidate.summary, found.summarize(layout, turned_back)
-        speedup = measure_seconds(without) / max(measure_seconds(with_it), 1e-12)
+        seconds = measure_seconds(without, candidate.num_epochs)
+        speedup = seconds / max(candidate.seconds, 1e-12)
         yield LeverEffect(
             name=lever.name,
             fields=lever.fields,

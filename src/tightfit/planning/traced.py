@@ -63,6 +63,7 @@ def with_traced_time(
             "components": components,
             "seconds_per_epoch": None if epoch is None else epoch * slower,
             "tier": TRACED,
+            "reference_seconds_per_step": closed.reference_seconds_per_step * slower,
         }
     )
 
@@ -271,7 +272,9 @@ def _sort(settled: Sequence[_Settled], wanted_batch: int | None) -> list[_Settle
         if not is_timed:
             estimate = estimate.model_copy(update={"time": one.closed})
         overshoot = find_overshoot(plan.strategy, wanted_batch or plan.effective_batch)
-        return rank_estimate(plan.strategy, estimate, overshoot=overshoot)
+        return rank_estimate(
+            plan.strategy, estimate, overshoot=overshoot, num_epochs=plan.num_epochs
+        )
 
     return sorted(settled, key=rank)
 
