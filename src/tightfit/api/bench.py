@@ -257,7 +257,10 @@ def _expand_saved_plan(options: BenchOptions) -> BenchOptions:
         return options
     refuse_given(
         options,
-        ("method", "seq_len", "effective_batch", "settings", "top", "all_levers"),
+        (
+            *("method", "objective", "seq_len", "effective_batch", "settings", "top"),
+            "all_levers",
+        ),
         what="holds one plan",
         remedy=f"tightfit bench {shlex.quote(plan.model.name)} with the same options    (plans it "
         "anew)",
@@ -273,7 +276,7 @@ def _expand_saved_plan(options: BenchOptions) -> BenchOptions:
     unusual = [
         f"{name}={show_value(getattr(plan.strategy, name))}"
         for name in NOT_SEARCHED
-        if name not in ("method", "seq_len")  # which have options of their own
+        if name not in ("method", "objective", "seq_len")  # which have options of their own
         and getattr(plan.strategy, name) != getattr(plainest, name)
     ]
     return replace(
@@ -282,6 +285,7 @@ def _expand_saved_plan(options: BenchOptions) -> BenchOptions:
         data=data,
         template=template,
         method=words[1],
+        objective=plan.strategy.objective.value,
         seq_len=encoded_len(plan),
         effective_batch=plan.effective_batch,
         settings=[*words[3::2], *unusual],
@@ -291,7 +295,7 @@ def _expand_saved_plan(options: BenchOptions) -> BenchOptions:
 
 def repeat_bench(options: BenchOptions) -> str:
     """The command again as far as it names the job, to be continued with a plan's words."""
-    names = ("data", "on", "seq_len", "effective_batch", "template", "memory_limit")
+    names = ("data", "on", "objective", "seq_len", "effective_batch", "template", "memory_limit")
     given = list_given(options, (*names, "random_weights", "synthetic"))
     given["--set"] = [
         f"{name}={show_value(value)}"

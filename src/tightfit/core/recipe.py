@@ -13,6 +13,7 @@ from pydantic import ValidationError, create_model, model_validator
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError
 from tightfit.core.frozen import FiniteFrozen
+from tightfit.core.objectives import Objective
 from tightfit.core.optimizers import Optimizer
 from tightfit.core.settings import (
     MAX_SEQ_LEN,
@@ -99,6 +100,8 @@ class Recipe(_Stated):
     data: tuple[DataSource, ...] = ()
     """In YAML also a single path, or a list of paths."""
     method: RecipeMethod = RecipeMethod.AUTO
+    objective: Objective | None = None
+    """None: sft, which is learnt from answers alone."""
     on: Name | None = None
     """Hardware in words: `4xV100-32GB`, `here`, `slurm:gpu`, or a cluster file."""
     seq_len: Annotated[int, Gt(0), Le(MAX_SEQ_LEN)] | None = None
@@ -136,7 +139,11 @@ class Recipe(_Stated):
         if self.method is not RecipeMethod.AUTO:
             is_full = self.method is RecipeMethod.FULL
             fixed["method"] = Method.FULL if is_full else Method.LORA
-        stated = {"seq_len": self.seq_len, "packing": self.packing}
+        stated = {
+            "seq_len": self.seq_len,
+            "packing": self.packing,
+            "objective": self.objective,
+        }
         stated |= {
             name: getattr(self.lora, key)
             for name, key in _LORA_KEYS.items()
@@ -157,7 +164,8 @@ def make_training(
     stated |= {"lora_alpha": recipe.lora.alpha, "rslora": recipe.lora.rslora}
     return Training(
         model_path=str(model_path),
-        learning_rate=recipe.learning_rate or default_learning_rate(method, optimizer),
+        learning_rate=recipe.learning_rate
+        or default_learning_rate(method, optimizer, recipe.objective or Objective.SFT),
         **{name: value for name, value in stated.items() if value is not None},
     )
 

@@ -59,7 +59,7 @@ def write_recipe(stated: Mapping[str, Any], *, remarks: Mapping[str, str], title
 def _list_top_level() -> Iterator[tuple[str, DeclaredSetting]]:
     """Settings that a recipe states at its top, beside the method."""
     yield from list_settings(JobSettings).items()
-    for name in ("seq_len", "packing"):
+    for name in ("objective", "seq_len", "packing"):
         yield name, find_setting(name)
     for name, declared in list_settings(TrainingSettings).items():
         if not declared.setting.recipe_key:

@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.frozen import FiniteFrozen, Frozen
+from tightfit.core.objectives import Objective
 from tightfit.core.optimizers import Optimizer
 from tightfit.core.settings import (
     RENAMED_SETTINGS,
@@ -112,8 +113,13 @@ class Strategy(StrategySettings, Frozen):
         return self.gpus_per_node if self.sharding is Sharding.FSDP_HYBRID else self.world_size
 
     @property
+    def sequences_per_micro_batch(self) -> int:
+        """A pair has two."""
+        return self.micro_batch * self.objective.record.num_sequences
+
+    @property
     def tokens_per_micro_batch(self) -> int:
-        return self.micro_batch * self.seq_len
+        return self.sequences_per_micro_batch * self.seq_len
 
     @property
     def tokens_per_step(self) -> int:
@@ -160,10 +166,17 @@ class Strategy(StrategySettings, Frozen):
 # Training: what is learnt and how, as far as no memory estimate depends on it.
 
 
-def default_learning_rate(method: Method, optimizer: Optimizer) -> float:
-    """The optimizer's own for the method."""
-    record = optimizer.record
-    return record.full_rate if method is Method.FULL else record.lora_rate
+def default_learning_rate(
+    method: Method, optimizer: Optimizer, objective: Objective = Objective.SFT
+) -> float:
+    """The optimizer's own for the method, times the objective's share of AdamW's."""
+    is_full = method is Method.FULL
+    own, adamw = (
+        one.record.full_rate if is_full else one.record.lora_rate
+        for one in (optimizer, Optimizer.ADAMW)
+    )
+    stated = objective.record.full_rate if is_full else objective.record.lora_rate
+    return own if stated is None else own * (stated / adamw)
 
 
 DEFAULT_ALPHA_PER_RANK = 2.0
@@ -193,6 +206,14 @@ class Training(TrainingSettings, FiniteFrozen):
     learning_rate: Annotated[float, Field(gt=0)]
     keep_result: bool = True
     """False: what was learnt is dropped at the end: for measuring."""
+
+    def beta_of(self, objective: Objective) -> float:
+        """Stated, or the objective's own."""
+        return (objective.record.beta or 0.0) if self.beta is None else self.beta
+
+    def gamma_of(self, objective: Objective) -> float:
+        """The same of SimPO's target margin."""
+        return (objective.record.gamma or 0.0) if self.simpo_gamma is None else self.simpo_gamma
 
     def scale_alpha(self, rank: int) -> float:
         """LoRA's alpha, stated or by rank."""

@@ -20,6 +20,7 @@ from tightfit.api.training.settings import (
 )
 from tightfit.core.errors import InvalidInputError, UsageError
 from tightfit.core.frozen import Frozen
+from tightfit.core.objectives import Objective
 from tightfit.core.options import list_given, read_word
 from tightfit.core.profiles import DataProfile
 from tightfit.core.progress import Progress
@@ -44,7 +45,10 @@ RECIPE_ENDINGS = (".yaml", ".yml")
 MOST_HELD_BACK = 0.5
 _OVERLAID = {
     name: name
-    for name in ("method", "seq_len", "epochs", "max_steps", "effective_batch", "template", "seed")
+    for name in (
+        *("method", "objective", "seq_len", "epochs", "max_steps", "effective_batch"),
+        *("template", "seed", "beta"),
+    )
 } | {"lr": "learning_rate", "on": "on", "output": "output", "train_on": "train_on"}
 """Options that are a key of the recipe, and the key."""
 
@@ -152,6 +156,8 @@ def lay_over(recipe: Recipe, options: object) -> Recipe:
     }
     if "method" in update:
         update["method"] = RecipeMethod(update["method"])
+    if "objective" in update:
+        update["objective"] = Objective(update["objective"])
     if "train_on" in update:
         update["train_on"] = TrainOn(update["train_on"])
     if "output" in update:
@@ -289,6 +295,8 @@ def repeat_saved_plan(plan: Plan) -> str:
         words += ["--data", data.source]
     if hardware.source in ("here", "words"):  # else the name is one of a cluster's own groups
         words += ["--on", hardware.group if hardware.source == "words" else here]
+    if plan.strategy.objective is not Objective.SFT:
+        words += ["--objective", plan.strategy.objective.value]
     return shlex.join([*words, *list_plan_options(plan.strategy)[:2]])
 
 
@@ -363,7 +371,7 @@ def read_training_job(options: TrainingOptions) -> tuple[RunRecipe, Plan | None]
         return read_run_recipe(options), None
     refuse_given(
         options,
-        ("method", "seq_len", "settings", "on", "effective_batch"),
+        ("method", "objective", "seq_len", "settings", "on", "effective_batch"),
         what="is a saved plan",
         remedy=f"tightfit train {plan.model.name} with the same options    (plans it anew)",
     )
@@ -393,8 +401,9 @@ def refuse_changes(options: TrainingOptions, *more: str) -> None:
     refuse_given(
         options,
         (
-            *("data", "eval", "method", "seq_len", "epochs", "max_steps", "lr", "effective_batch"),
-            *("template", "seed", "settings", "output", "log_to", *more),
+            *("data", "eval", "method", "objective", "seq_len", "epochs", "max_steps", "lr"),
+            *("effective_batch", "beta", "template", "seed", "settings", "output", "log_to"),
+            *more,
         ),
         what="is a run",
         remedy=f"tightfit train {options.job}    (goes on with it as it is)",
