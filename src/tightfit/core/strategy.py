@@ -16,6 +16,7 @@ from tightfit.core.objectives import Objective
 from tightfit.core.optimizers import Optimizer
 from tightfit.core.settings import (
     RENAMED_SETTINGS,
+    Loss,
     Method,
     Name,
     Sharding,
@@ -116,6 +117,23 @@ class Strategy(StrategySettings, Frozen):
     def sequences_per_micro_batch(self) -> int:
         """A pair has two."""
         return self.micro_batch * self.objective.record.num_sequences
+
+    @property
+    def runs_reference(self) -> bool:
+        """Whether each step runs the reference too."""
+        needs_reference = self.objective.record.needs_reference and self.is_trained
+        return needs_reference and not self.precompute_reference
+
+    @property
+    def copies_reference(self) -> bool:
+        """Whether the reference is a frozen copy: adapters can be switched off, trained weights
+        cannot."""
+        return self.runs_reference and self.method is Method.FULL
+
+    @property
+    def uses_liger_loss(self) -> bool:
+        """Whether Liger's kernels compute the loss. That of preferences is torch's alone."""
+        return self.objective is Objective.SFT and self.loss in (Loss.KERNEL, Loss.FUSED)
 
     @property
     def tokens_per_micro_batch(self) -> int:

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 
 from tightfit.core.attention import Attention
 from tightfit.core.dtypes import Dtype
+from tightfit.core.objectives import Objective
 from tightfit.core.settings import Loss, Method
 from tightfit.core.strategy import Strategy
 from tightfit.estimation.flops import skips_masked_pairs
@@ -388,7 +389,8 @@ def _always_masks(spec: ModelSpec, strategy: Strategy) -> bool:
 
 def has_padding_mask(strategy: Strategy) -> bool:
     """Whether padded rows come with a mask; not in tightfit's own jobs, see `collate_padded`."""
-    return strategy.quirks.padding_mask and strategy.micro_batch > 1 and not strategy.packing
+    several = strategy.sequences_per_micro_batch > 1
+    return strategy.quirks.padding_mask and several and not strategy.packing
 
 
 def _repeated_fraction(spec: ModelSpec, strategy: Strategy) -> float:
@@ -436,7 +438,7 @@ def _score_bytes(spec: ModelSpec, block: Block, strategy: Strategy, numerics: Va
         if family.has_position_bias:
             return inputs + BIASED_SCORE_BYTES * spec.num_heads * strategy.seq_len
         # With several rows, broadcast keys and values are copied to all heads.
-        copied = 8 * (query if strategy.micro_batch > 1 else key)
+        copied = 8 * (query if strategy.sequences_per_micro_batch > 1 else key)
         return (
             4 * query + copied + projection + MATH_SCORE_BYTES * spec.num_heads * strategy.seq_len
         )
@@ -649,7 +651,8 @@ def estimate_loss_bytes(spec: ModelSpec, strategy: Strategy) -> LossBytes:
     dropped = 0 if strategy.quirks.keeps_logits else value * table
     is_head_fusible = can_fuse_head_and_loss(spec)
     if strategy.loss is Loss.FUSED and is_head_fusible:
-        return _estimate_fused(spec, strategy)
+        is_sft = strategy.objective is Objective.SFT
+        return (_estimate_fused if is_sft else _estimate_log_probs)(spec, strategy)
     if strategy.loss is Loss.CHUNKED:
         if strategy.compile and strategy.trainer:  # ours compiles layers, not the loss
             kept = value * table + softcap
@@ -715,3 +718,22 @@ def _estimate_fused(spec: ModelSpec, strategy: Strategy) -> LossBytes:
     head_gradient = 2 * spec.embedding_params * value if trains_head else 0
     total = logits + hidden_gradient + head_gradient
     return LossBytes(forward=total, backward=hidden_gradient)
+
+
+def _estimate_log_probs(spec: ModelSpec, strategy: Strategy) -> LossBytes:
+    """The fused loss of preferences: one chunk of logits at a time in both passes.
+
+    The forward pass keeps what every loss reads, and one number per token. The backward pass
+    computes each chunk's logits again, beside the gradient of the hidden states.
+    """
+    tokens = strategy.tokens_per_micro_batch
+    value = strategy.compute.value_bytes
+    chunk_tokens = count_chunk_tokens(spec, tokens=tokens, factor=strategy.loss_chunk_factor)
+    table = chunk_tokens * spec.vocab_size
+    trains_head = strategy.method is Method.FULL or strategy.train_embeddings
+    head_gradient = 2 * spec.embedding_params * value if trains_head else 0
+    hidden_gradient = tokens * spec.hidden_size * value
+    return LossBytes(
+        forward=(value + 4) * table,
+        backward=hidden_gradient + (2 * value + 4) * table + head_gradient,
+    )

@@ -113,6 +113,7 @@ def _eval(spec: ModelSpec, strategy: Strategy, *, is_cpu: bool) -> Moment:
         "eval",
         **_weight_parts(state),
         optimizer=state.optimizer,
+        reference=state.reference,
         activations=strategy.tokens_per_micro_batch * max(layer.saved for layer in layers),
         logits=estimate_loss_bytes(spec, strategy).forward,
         communication=buffers.forward,
@@ -127,7 +128,7 @@ def _save(spec: ModelSpec, strategy: Strategy) -> Moment:
     if strategy.sharding.shards_weights:
         trained = min(num_trainable(spec, strategy), spec.embedding_params)
         gathered = trained * (4 if strategy.weights is Dtype.FP32 else 2)
-    parts = _weight_parts(state)
+    parts = _weight_parts(state) | {"reference": state.reference}
     return _make_moment("save", **parts, optimizer=state.optimizer, communication=gathered)
 
 

@@ -48,6 +48,8 @@ class StateBytes(NamedTuple):
     host_weights: int
     """Host memory of this rank: offloaded weights and their gradients."""
     host_optimizer: int
+    reference: int = 0
+    """A frozen copy of the weights, where the objective needs one."""
 
 
 def trained_value_bytes(strategy: Strategy) -> int:
@@ -122,7 +124,15 @@ def estimate_state_bytes(spec: ModelSpec, strategy: Strategy) -> StateBytes:
         else ceil(_temporary_bytes(spec, strategy, trained_bytes)),
         host_weights=host_weights,
         host_optimizer=host_optimizer,
+        reference=ceil(_reference_bytes(spec, strategy) / weight_shards),
     )
+
+
+def _reference_bytes(spec: ModelSpec, strategy: Strategy) -> int:
+    """The copy, unsharded: nothing casts it in each pass, so it is in the compute dtype."""
+    if not strategy.copies_reference:
+        return 0
+    return spec.num_params * strategy.compute.value_bytes
 
 
 def list_trained_values(spec: ModelSpec, strategy: Strategy) -> list[tuple[int, int]]:

@@ -242,7 +242,7 @@ def uses_bf16(s: Strategy) -> bool:
 def needs_triton(s: Strategy) -> bool:
     """Whether kernels are written or compiled for the card."""
     has_kernels = s.fused_kernels or s.optimizer.record.needs_triton
-    return has_kernels or s.loss is Loss.FUSED or s.compile
+    return has_kernels or s.uses_liger_loss or s.compile
 
 
 def _adapts_bare_weights(case: Case) -> bool:
