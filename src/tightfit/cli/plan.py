@@ -37,6 +37,7 @@ from tightfit.estimation.result import TRACED, Verdict
 from tightfit.hardware.types import Cluster
 from tightfit.planning.buying import Offer
 from tightfit.planning.describe import (
+    count_examples,
     describe_epochs,
     describe_how,
     describe_levers,
@@ -281,8 +282,8 @@ def _list_cards(plans: Sequence[Plan], cluster: Cluster | None) -> list[str]:
 
 def _render_subject(best: Plan, cards: Sequence[str]) -> RenderableType:
     spec = best.model
-    sequences = count_of(best.effective_batch, "sequence")
-    length = f"{best.strategy.seq_len:,} tokens a sequence, {sequences} a step"
+    examples = count_examples(best.strategy, best.effective_batch)
+    length = f"{best.strategy.seq_len:,} tokens a sequence, {examples} a step"
     epochs = f", {describe_epochs(best.num_epochs)}" if best.data is not None else ""
     shown = " + ".join(cards[:NUM_CARDS])
     more = f" and {len(cards) - NUM_CARDS} more" if len(cards) > NUM_CARDS else ""

@@ -15,7 +15,7 @@ from tightfit.core.optimizers import Optimizer
 from tightfit.core.settings import Loss, Method, Offload, Sharding
 from tightfit.core.strategy import Strategy
 from tightfit.estimation.result import TRACED, Estimate, EstimateSummary, Verdict
-from tightfit.planning.describe import describe_method, name_method
+from tightfit.planning.describe import count_examples, describe_method, name_method
 from tightfit.planning.space import Layout
 
 if TYPE_CHECKING:
@@ -86,6 +86,17 @@ LEVERS: tuple[Lever, ...] = (
     # Compiling takes 5 to 40 s before the first step, and a trace cannot follow it.
     Lever(
         "compiled layers", lambda s: s.compile, {"compile": False}, is_plain=False, handicap=1.05
+    ),
+    Lever(
+        "reference before training",
+        lambda s: s.precompute_reference,
+        {"precompute_reference": False},
+        is_plain=False,
+    ),
+    Lever(
+        "reference in each step",
+        lambda s: s.runs_reference,
+        {"precompute_reference": True},
     ),
     Lever("packing", lambda s: s.packing, {"packing": False}, is_plain=False),
     Lever(
@@ -289,7 +300,8 @@ def _reason(plan: Plan, best: Plan) -> str:
     if is_tighter and plan.estimate.verdict is Verdict.TIGHT:
         return "it is tight: what fits with room comes first"
     if plan.effective_batch > best.effective_batch:
-        return f"it takes {plan.effective_batch:,} sequences a step, more than were asked for"
+        taken = count_examples(plan.strategy, plan.effective_batch)
+        return f"it takes {taken} a step, more than were asked for"
     if handicap_total(plan.strategy) <= handicap_total(best.strategy):
         return "it leaves less room or needs more levers"
     return next(_prices(plan.strategy, best.strategy), "it asks for more than its speed is worth")

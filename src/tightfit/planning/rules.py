@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from tightfit.core.attention import Attention
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import UsageError
+from tightfit.core.objectives import Objective
 from tightfit.core.settings import ALL_LINEAR, EXPERTS, Loss, Method, Offload, Sharding
 from tightfit.core.strategy import Strategy
 from tightfit.core.text import did_you_mean
@@ -815,6 +816,38 @@ ROUTER_LOSS_RULES = _group(
     source="tightfit/training/routing.py",
 )
 
+OBJECTIVE_RULES = _group(
+    Rule(
+        "objective-method",
+        lambda c, s: s.method is Method.LOAD,
+        "`{s.method.value}` trains nothing: leave --objective {s.objective.value} out",
+    ),
+    Rule(
+        "objective-family",
+        lambda c, s: c.spec.is_encoder_decoder,
+        "{s.objective.value} compares answers of one stream; {m.name} has an encoder and a decoder",
+    ),
+    Rule(
+        "objective-loss",
+        lambda c, s: s.loss is Loss.KERNEL,
+        "the {s.loss.value} loss gives cross-entropy alone, and {s.objective.value} needs each "
+        "answer's log-probability: use the plain, chunked or fused loss",
+    ),
+    applies=lambda c, s: s.objective is not Objective.SFT,
+    source="tightfit/training/preference.py",
+)
+
+REFERENCE_RULES = _group(
+    Rule(
+        "reference-objective",
+        lambda c, s: not s.objective.record.needs_reference,
+        "{s.objective.value} has no reference to compute before training: "
+        "set precompute_reference=false",
+        "tightfit/core/objectives.py",
+    ),
+    applies=lambda c, s: s.precompute_reference,
+)
+
 FP8_RULES = _group(
     Rule(
         "fp8-capability",
@@ -895,7 +928,7 @@ CPU_RULES = _group(
     ),
     Rule(
         "cpu-loss",
-        lambda c, s: s.loss in (Loss.FUSED, Loss.KERNEL) and not s.fused_kernels,
+        lambda c, s: s.uses_liger_loss and not s.fused_kernels,
         "the {s.loss.value} loss is written in Triton, which runs on GPUs: use the plain or "
         "chunked loss on a CPU",
         "https://github.com/linkedin/Liger-Kernel (needs triton and a GPU)",
@@ -981,6 +1014,8 @@ GROUPS = (
     DEQUANTIZED_RULES,
     PACKED_EXPERTS_RULES,
     ROUTER_LOSS_RULES,
+    OBJECTIVE_RULES,
+    REFERENCE_RULES,
     FP8_RULES,
     CPU_RULES,
 )
