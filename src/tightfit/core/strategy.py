@@ -71,6 +71,10 @@ class Quirks(Frozen):
     """Each gradient is stepped and freed as soon as it is complete, as torchtune can."""
     plain_modelling: bool = False
     """Experts, and the attention of Falcon, BLOOM and MPT, run as transformers' own code."""
+    late_reference: bool = False
+    """The reference runs after the trained model's forward pass, beside all that it keeps."""
+    tiled_log_probs: bool = False
+    """Log-probabilities of answers by trl's tiles of tokens and words, whose gradients are fp32."""
     wide_adafactor: bool = False
     """transformers' Adafactor, which works in fp32, instead of torch's."""
 

@@ -720,20 +720,25 @@ def _estimate_fused(spec: ModelSpec, strategy: Strategy) -> LossBytes:
     return LossBytes(forward=total, backward=hidden_gradient)
 
 
+TRL_TILE = (4096, 32768)
+"""Tokens and words of a tile of logits. Source: trl 1.16, kernels/chunked_logprob.py, utils.py."""
+
+
 def _estimate_log_probs(spec: ModelSpec, strategy: Strategy) -> LossBytes:
     """The fused loss of preferences: one chunk of logits at a time in both passes.
 
-    The forward pass keeps what every loss reads, and one number per token. The backward pass
-    computes each chunk's logits again, beside the gradient of the hidden states.
+    The forward pass makes an fp32 chunk, and a copy of it for the sum of exponentials; it keeps one
+    number per token. The backward pass makes the chunk again, and its gradient as the head takes
+    it, beside the gradient of the hidden states and, where it is trained, the head's.
     """
     tokens = strategy.tokens_per_micro_batch
     value = strategy.compute.value_bytes
+    trains_head = strategy.method is Method.FULL or strategy.train_embeddings
+    gradients = tokens * spec.hidden_size + (spec.embedding_params if trains_head else 0)
+    if strategy.quirks.tiled_log_probs:
+        tile = value * min(tokens, TRL_TILE[0]) * min(spec.vocab_size, TRL_TILE[1])
+        return LossBytes(forward=tile, backward=tile + 4 * gradients)
     chunk_tokens = count_chunk_tokens(spec, tokens=tokens, factor=strategy.loss_chunk_factor)
     table = chunk_tokens * spec.vocab_size
-    trains_head = strategy.method is Method.FULL or strategy.train_embeddings
-    head_gradient = 2 * spec.embedding_params * value if trains_head else 0
-    hidden_gradient = tokens * spec.hidden_size * value
-    return LossBytes(
-        forward=(value + 4) * table,
-        backward=hidden_gradient + (2 * value + 4) * table + head_gradient,
-    )
+    narrow = value if value < 4 else 0
+    return LossBytes(forward=8 * table, backward=(4 + narrow) * table + value * gradients)

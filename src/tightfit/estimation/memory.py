@@ -195,9 +195,10 @@ def estimate_moments(
         }
     if any(count_passes_aside(strategy)):
         widest = max(layer.saved for _, layer in layers)
+        kept = activations.kept if strategy.quirks.late_reference else 0
         moments["reference"] = {
             "gradients": gradients.start,
-            "activations": strategy.tokens_per_micro_batch * widest,
+            "activations": kept + strategy.tokens_per_micro_batch * widest,
             "logits": loss.forward,
             "communication": buffers.forward,
             **in_forward,

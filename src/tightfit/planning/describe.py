@@ -126,7 +126,10 @@ def describe_settings(strategy: Strategy) -> str:
     words = [f"{describe_method(strategy)}, {describe_precision(strategy)}"]
     if strategy.is_trained:
         words.append(strategy.optimizer.value)
-    words.append(f"{strategy.micro_batch:,} x {strategy.seq_len:,} tokens")
+    examples = f"{strategy.micro_batch:,}"
+    if name_example(strategy) == "pair":
+        examples = count_examples(strategy, strategy.micro_batch)
+    words.append(f"{examples} x {strategy.seq_len:,} tokens")
     if strategy.grad_accum > 1:
         words.append(f"{strategy.grad_accum:,} micro-batches per step")
     if strategy.is_trained:
