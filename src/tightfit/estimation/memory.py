@@ -195,7 +195,8 @@ def estimate_moments(
         }
     if any(count_passes_aside(strategy)):
         widest = max(layer.saved for _, layer in layers)
-        kept = activations.kept if strategy.quirks.late_reference else 0
+        is_late = strategy.quirks.late_reference and strategy.runs_reference
+        kept = activations.kept if is_late else 0
         moments["reference"] = {
             "gradients": gradients.start,
             "activations": kept + strategy.tokens_per_micro_batch * widest,
