@@ -137,8 +137,8 @@ def estimate_loading_bytes_by_rank(spec: ModelSpec, strategy: Strategy) -> list[
 
 
 def _whole_model_bytes(spec: ModelSpec, strategy: Strategy) -> int:
-    """The model with its adapters, in the formats it trains in."""
-    base = estimate_weight_bytes(spec, strategy).total
+    """The model with its adapters and its reference, in the formats it trains in."""
+    base = estimate_weight_bytes(spec, strategy).total * (1 + strategy.copies_reference)
     if strategy.method is not Method.LORA:
         return base
     return base + sum(count * width for count, width in list_trained_values(spec, strategy))

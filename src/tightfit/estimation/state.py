@@ -48,7 +48,7 @@ class StateBytes(NamedTuple):
     host_weights: int
     """Host memory of this rank: offloaded weights and their gradients."""
     host_optimizer: int
-    reference: int = 0
+    reference: int
     """A frozen copy of the weights, where the objective needs one."""
 
 
@@ -99,9 +99,10 @@ def estimate_state_bytes(spec: ModelSpec, strategy: Strategy) -> StateBytes:
     adapter_bytes = trained_bytes if strategy.method is Method.LORA else 0
 
     on_gpu_weights = ceil(weight_bytes / weight_shards)
+    reference = on_gpu_weights if strategy.copies_reference else 0
     host_weights = 0
     if offload.moves_params:
-        host_weights, on_gpu_weights = on_gpu_weights, 0
+        host_weights, on_gpu_weights, reference = on_gpu_weights + reference, 0, 0
     host_optimizer = 0
     if offload.moves_optimizer:
         host_optimizer, optimizer = optimizer, 0
@@ -124,15 +125,8 @@ def estimate_state_bytes(spec: ModelSpec, strategy: Strategy) -> StateBytes:
         else ceil(_temporary_bytes(spec, strategy, trained_bytes)),
         host_weights=host_weights,
         host_optimizer=host_optimizer,
-        reference=ceil(_reference_bytes(spec, strategy) / weight_shards),
+        reference=reference,
     )
-
-
-def _reference_bytes(spec: ModelSpec, strategy: Strategy) -> int:
-    """The copy, unsharded: nothing casts it in each pass, so it is in the compute dtype."""
-    if not strategy.copies_reference:
-        return 0
-    return spec.num_params * strategy.compute.value_bytes
 
 
 def list_trained_values(spec: ModelSpec, strategy: Strategy) -> list[tuple[int, int]]:
