@@ -23,7 +23,7 @@ from tightfit.hardware.machine import read_machine
 from tightfit.hardware.types import Node
 from tightfit.models.config import read_config_file
 from tightfit.planning.plan import Plan, PlanHardware
-from tightfit.training.batches import BatchSampler, collate_padded, without_loss
+from tightfit.training.batches import BatchSampler, without_loss
 from tightfit.training.distributed import DistContext
 from tightfit.training.engine import build_engine
 from tightfit.training.loop import learning_rate_at
@@ -203,17 +203,16 @@ class Trainer:
         )
         made = []
         for items in dealt.micro_batches:
-            rows = [self.sampler.rows(item) for item in items or ((0,),)]
-            batch = collate_padded(rows, pad_token_id=0)
+            batch = self.maker.make(items or ((0,),))
             made.append(batch if items else without_loss(batch))
-        return made, dealt.num_trained_tokens
+        return made, dealt.divisor
 
     def _step(self, step: int) -> float:
         batches, num_trained = self.batches(step)
         outcome = train_step(
             self.engine,
             batches,
-            num_trained_tokens=num_trained,
+            divisor=num_trained,
             learning_rate=learning_rate_at(step, NUM_STEPS, self.training),
             seeds=tuple(
                 mix_seed(self.training.seed, step, number, self.context.rank)
@@ -222,7 +221,7 @@ class Trainer:
         )
         agreed = all_reduce_metrics(
             outcome,
-            num_trained_tokens=num_trained,
+            divisor=num_trained,
             must_stop=False,
             must_save=False,
             routing=None if self.routing is None else self.routing.take(),

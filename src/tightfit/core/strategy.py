@@ -234,8 +234,9 @@ class Training(TrainingSettings, FiniteFrozen):
         return (objective.record.beta or 0.0) if self.beta is None else self.beta
 
     def gamma_of(self, objective: Objective) -> float:
-        """The same of SimPO's target margin."""
-        return (objective.record.gamma or 0.0) if self.simpo_gamma is None else self.simpo_gamma
+        """SimPO's target margin; 0 for others."""
+        own = objective.record.gamma
+        return 0.0 if own is None else own if self.simpo_gamma is None else self.simpo_gamma
 
     def scale_alpha(self, rank: int) -> float:
         """LoRA's alpha, stated or by rank."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tightfit.core.errors import InvalidInputError, SetupError, UserError, first_line
 from tightfit.core.files import atomic_folder, cache_folder, remove_stale_partials, write_atomic
+from tightfit.core.objectives import ExampleKind, Objective
 from tightfit.core.reading import read_bytes
 from tightfit.core.settings import MAX_SEQ_LEN, TrainOn
 from tightfit.core.strategy import DataSource
@@ -68,6 +69,7 @@ class EncoderOptions:
     train_on: TrainOn
     seq_len: int
     is_encoder_decoder: bool
+    example: ExampleKind = ExampleKind.ANSWER
 
 
 class Example(NamedTuple):
@@ -116,7 +118,12 @@ class RowEncoder:
         rendered = self.renderer.stop_ids if self.renderer else set()
         return tuple(sorted(rendered | self._text_stops))
 
-    def add(self, example: Example) -> Iterator[NewRow]:
+    def read(self, row: Row, row_format: RowFormat) -> Sequence[Any]:
+        """The examples of a row, for `add`. Raises `InvalidInputError`."""
+        is_text = row_format.name == "text"
+        return [Example(row_format.to_messages(row), is_text, row.place, 0, row.number)]
+
+    def add(self, example: Any) -> Iterator[NewRow]:
         """Take one example; now and then a batch of rows comes out."""
         messages = check_text(example.messages, example.place, self._findings)
         digest = digest_messages(messages)
@@ -448,7 +455,7 @@ class EncodingJob:
         self._options = options
         self._sources = sources
         self._meter = meter
-        self._encoder = RowEncoder(tokenizer, options, self.findings)
+        self._encoder = _make_encoder(tokenizer, options, self.findings)
         self.writer = StoreWriter(folder)  # last: its files are open from here on
         self._files: list[StoreFile] = []
         self._formats: list[dict[str, None]] = [{} for _ in sources]
@@ -476,7 +483,8 @@ class EncodingJob:
                 self._num_unreadable[number] += 1
                 self.findings.add_error(error)
 
-            for row, row_format in read_source(source, self._meter, note_unreadable):
+            rows = read_source(source, self._meter, note_unreadable, example=self._options.example)
+            for row, row_format in rows:
                 self._take(number, row, row_format, files)
                 self._meter.add_row()
         for new in self._encoder.flush():
@@ -489,7 +497,7 @@ class EncodingJob:
         self._num_read[source] += 1
         self._formats[source].setdefault(row_format.name)
         try:
-            messages = row_format.to_messages(row)
+            examples = self._encoder.read(row, row_format)
         except InvalidInputError as error:
             self.findings.add_error(error)
             return
@@ -497,11 +505,10 @@ class EncodingJob:
         if at not in files:
             files[at] = len(self._files)
             self._files.append(StoreFile(path=at[0], unit=at[1], source=source))
-        is_text = row_format.name == "text"
-        self._num_text_rows += is_text
-        example = Example(messages, is_text, row.place, files[at], row.number)
-        for new in self._encoder.add(example):
-            self.writer.add(new)
+        self._num_text_rows += row_format.name == "text"
+        for example in examples:
+            for new in self._encoder.add(example._replace(file=files[at])):
+                self.writer.add(new)
 
     def finish(self, key: str, *, eval_fraction: float, seed: int) -> DataReport:
         """Divide the rows, write both stores, refuse what is pointless to train on."""
@@ -536,7 +543,7 @@ class EncodingJob:
         held_out = self._write_side("eval", sides.eval, key, pad) if len(sides.eval) else None
         template, count, num_lost = self._template, self.findings.count, writer.column("num_lost")
         notes = (*tokenizer.notes, pad_note, sides.note, *self._notes())
-        dropped = ("unreadable", "refused", "empty-answer", "answer-cut-off")
+        dropped = ("unreadable", "refused", "empty-answer", "answer-cut-off", "cut-alike")
         return DataReport(
             key=key,
             seq_len=self._options.seq_len,
@@ -603,9 +610,11 @@ class EncodingJob:
             num_lost_tokens=int(num_lost.sum()),
             longest_row_tokens=self._encoder.longest_row_tokens,
             num_blob_tokens=self.writer.num_tokens,
+            example=self._options.example,
         )
         self.writer.write_store(name, rows, description)
-        return describe_split(lengths, num_trained, with_stop, self._options.seq_len)
+        size = description.rows_per_example
+        return describe_split(lengths, num_trained, with_stop, self._options.seq_len, size=size)
 
     def _source_reports(self, source_ids: NDArray[np.int64]) -> tuple[SourceReport, ...]:
         import numpy as np
@@ -647,6 +656,16 @@ class EncodingJob:
                 f"Answers end with {named}, which the model's generation config does not name "
                 "as a stop; generate with it as a stop token."
             )
+
+
+def _make_encoder(
+    tokenizer: ChatTokenizer, options: EncoderOptions, findings: DataIssues
+) -> RowEncoder:
+    if options.example is ExampleKind.ANSWER:
+        return RowEncoder(tokenizer, options, findings)
+    from tightfit.data.encode_preferences import PreferenceEncoder  # built on this module
+
+    return PreferenceEncoder(tokenizer, options, findings)
 
 
 def _nothing(findings: DataIssues, options: EncoderOptions) -> InvalidInputError:
@@ -697,6 +716,7 @@ class EncodeRequest:
     """None: as the model's config says."""
     cache: Path | None = None
     """None: `core.cache.cache_folder()`."""
+    objective: Objective = Objective.SFT
     skip_invalid: bool = False
     """Leave out rows that cannot be read instead of refusing; the report lists them."""
 
@@ -740,7 +760,9 @@ def encode_dataset(
         train_on=request.train_on,
         seq_len=request.seq_len,
         is_encoder_decoder=is_pair,
+        example=request.objective.record.example,
     )
+    _check_objective(request, options)
     key = _key(request, opened, tokenizer, options)
     home = (request.cache or cache_folder()) / "tokens" / key
     if found := find_encoding(home):
@@ -771,6 +793,22 @@ def encode_dataset(
     return replace(made, is_cached=False)
 
 
+def _check_objective(request: EncodeRequest, options: EncoderOptions) -> None:
+    if options.example is ExampleKind.ANSWER:
+        return
+    name = request.objective.value
+    if options.is_encoder_decoder:
+        raise InvalidInputError(
+            f"{request.model_folder} is an encoder-decoder model; {name} is for decoders.",
+            remedy="--objective sft, or another model",
+        )
+    if request.train_on is TrainOn.ALL:
+        raise InvalidInputError(
+            f"`train_on: all` and {name}: preferences are between answers.",
+            remedy="leave `train_on` out",
+        )
+
+
 def _key(
     request: EncodeRequest,
     opened: Sequence[OpenedSource],
@@ -790,5 +828,6 @@ def _key(
         repr(float(request.eval_fraction)),
         str(request.seed if request.eval_fraction else 0),
         str(request.skip_invalid),
+        *(() if options.example is ExampleKind.ANSWER else (options.example.value,)),
     )
     return hashlib.blake2b("\x1e".join(parts).encode(), digest_size=12).hexdigest()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tightfit.core.errors import InvalidInputError
+from tightfit.core.objectives import ExampleKind
 from tightfit.core.profiles import DataProfile
 from tightfit.core.settings import MAX_SEQ_LEN
 from tightfit.core.strategy import DataSource
@@ -315,6 +316,7 @@ def profile_dataset(
     seq_len: int,
     model: str | None = None,
     sample_limit: int | None = None,
+    example: ExampleKind = ExampleKind.ANSWER,
     progress: Callable[[ReadProgress], None] | None = None,
 ) -> DataProfile:
     """Lengths, truncation, padding and packing of a dataset at `seq_len`.
@@ -339,7 +341,7 @@ def profile_dataset(
     meter = ReadMeter(progress, total_bytes=total)
     draw = random.Random(_SEED)
     for item in opened:
-        for row, row_format in read_source(item, meter):
+        for row, row_format in read_source(item, meter, example=example):
             formats.setdefault(row_format.name)
             # A weight of 2.5 shows a row twice, and every other row once more.
             copies = int(item.source.weight + draw.random())
@@ -357,18 +359,20 @@ def profile_from_store(store: TokenStore) -> DataProfile:
     """The same of rows already encoded: every number exact, weights of sources included.
 
     An encoder-decoder's rows count by their longer side, for each is cut to
-    `seq_len` on its own.
+    `seq_len` on its own. Pairs count by their longer answer, and once.
     """
     import numpy as np
 
     about = store.description
     rows = epoch_rows(store, seed=0, epoch=0, shuffle=False)
-    whole, num_trained = store.lengths[rows], store.num_trained[rows]
+    whole, num_trained = store.example_lengths[rows], store.num_trained[rows]
+    if about.rows_per_example > 1:
+        num_trained = np.maximum(num_trained, store.num_trained[rows + 1])
     sides = np.maximum(num_trained, whole - num_trained) if about.is_encoder_decoder else whole
     values, counts = np.unique(sides, return_counts=True)
     lengths = dict(zip(values.tolist(), counts.tolist(), strict=True))
     num_tokens = int(sides.sum())
-    share = len(rows) / len(store)
+    share = len(rows) / (len(store) // about.rows_per_example)
     return DataProfile(
         source=", ".join(about.sources),
         format=about.format,

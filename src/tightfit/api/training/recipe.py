@@ -20,7 +20,7 @@ from tightfit.api.training.settings import (
 )
 from tightfit.core.errors import InvalidInputError, UsageError
 from tightfit.core.frozen import Frozen
-from tightfit.core.objectives import Objective
+from tightfit.core.objectives import ExampleKind, Objective
 from tightfit.core.options import list_given, read_word
 from tightfit.core.profiles import DataProfile
 from tightfit.core.progress import Progress
@@ -65,6 +65,7 @@ def read_plan_job(options: PlanOptions) -> tuple[Recipe, JobRequest]:
             sources,
             seq_len=request.planned_seq_len,
             model=recipe.model,
+            example=(recipe.objective or Objective.SFT).record.example,
             progress=options.progress,
         )
         request = replace(request, profile=profile)
@@ -97,7 +98,12 @@ MOST_PROFILES = 16
 
 
 def profile_sources(
-    sources: tuple[DataSource, ...], *, seq_len: int, model: str, progress: Progress | None = None
+    sources: tuple[DataSource, ...],
+    *,
+    seq_len: int,
+    model: str,
+    example: ExampleKind = ExampleKind.ANSWER,
+    progress: Progress | None = None,
 ) -> DataProfile:
     """The data's length distribution, from its files."""
     from tightfit.data.profile import profile_dataset
@@ -105,10 +111,12 @@ def profile_sources(
 
     stats = [path.stat() for source in sources for path in open_source(source).files]
     changes = tuple((read.st_mtime_ns, read.st_size, read.st_ino) for read in stats)
-    key = (sources, seq_len, model, changes)
+    key = (sources, seq_len, model, example, changes)
     if key not in _PROFILES:
         reading = report_reading(progress, "reading data")
-        profile = profile_dataset(sources, seq_len=seq_len, model=model, progress=reading)
+        profile = profile_dataset(
+            sources, seq_len=seq_len, model=model, example=example, progress=reading
+        )
         while len(_PROFILES) >= MOST_PROFILES:
             del _PROFILES[next(iter(_PROFILES))]
         _PROFILES[key] = profile

@@ -38,7 +38,7 @@ from tightfit.trace.recording import COMMUNICATION, GRADIENTS, LOAD_RESERVE, OPT
 from tightfit.training.distributed import DistContext
 from tightfit.training.engine import TorchEngine
 from tightfit.training.model import Objective, build_optimizer, prepare_model
-from tightfit.training.preference import find_preference
+from tightfit.training.preference import build_objective, find_preference
 from tightfit.training.sharding import Sharder
 from tightfit.training.step import Update
 from tightfit.training.tracing.fake_kernels import (
@@ -300,7 +300,7 @@ def build_meta_module(
     """The plan's Objective on the meta device."""
     model = load_meta(folder, strategy, has_varlen=has_varlen)
     quantize_meta_fake(model, strategy)
-    return Objective.from_strategy(prepare_model(model, strategy, training), strategy)
+    return build_objective(prepare_model(model, strategy, training), strategy, training)
 
 
 class MicroBatchesDifferError(Exception):

@@ -339,7 +339,7 @@ def _record(job: TraceJob, num_run: int) -> Recording:
             train_step(
                 recorded,
                 [batch] * num_run,
-                num_trained_tokens=1,
+                divisor=1,
                 learning_rate=training.learning_rate,
                 seeds=[0] * num_run,
             )
