@@ -131,7 +131,8 @@ class _MadeRows(TokenStore):
     """Rows that are in memory; each is one of an example's, which are as long."""
 
     def __init__(self, rows: Sequence[EncodedRow], example: ExampleKind) -> None:
-        self.description = StoreDescription.model_construct(example=example, seq_len=MAX_SEQ_LEN)
+        construct: Any = StoreDescription.model_construct  # without what only files need
+        self.description = construct(example=example, seq_len=MAX_SEQ_LEN)
         size = self.description.rows_per_example
         self._rows = [row for row in rows for _ in range(size)]
         self.lengths = np.array([len(row.tokens) for row in self._rows], dtype=np.int32)
