@@ -698,20 +698,29 @@ def _estimate_without_upcast(strategy: Strategy, *, table: int, softcap: int) ->
     )
 
 
-def count_chunk_tokens(spec: ModelSpec, *, tokens: int, factor: int) -> int:
+def count_chunk_tokens(*, tokens: int, hidden_size: int, vocab_size: int, factor: int) -> int:
     """Tokens of the fused loss's largest chunk: a power of two, or all there are.
 
     Source: liger-kernel 0.8.5, fused_linear_cross_entropy_forward, `chunk_mem_const`.
     """
-    num_chunks = -(-spec.vocab_size // (factor * spec.hidden_size))
+    num_chunks = -(-vocab_size // (factor * hidden_size))
     return min(tokens, 1 << max(0, (-(-tokens // num_chunks) - 1).bit_length()))
+
+
+def _count_chunk_tokens(spec: ModelSpec, strategy: Strategy) -> int:
+    return count_chunk_tokens(
+        tokens=strategy.tokens_per_micro_batch,
+        hidden_size=spec.hidden_size,
+        vocab_size=spec.vocab_size,
+        factor=strategy.loss_chunk_factor,
+    )
 
 
 def _estimate_fused(spec: ModelSpec, strategy: Strategy) -> LossBytes:
     """One chunk of logits at a time; chunks shrink as the vocabulary grows."""
     tokens = strategy.tokens_per_micro_batch
     value = strategy.compute.value_bytes
-    chunk_tokens = count_chunk_tokens(spec, tokens=tokens, factor=strategy.loss_chunk_factor)
+    chunk_tokens = _count_chunk_tokens(spec, strategy)
     logits = 2 * chunk_tokens * spec.vocab_size * value
     hidden_gradient = tokens * spec.hidden_size * value
     trains_head = strategy.method is Method.FULL or strategy.train_embeddings
@@ -738,7 +747,7 @@ def _estimate_log_probs(spec: ModelSpec, strategy: Strategy) -> LossBytes:
     if strategy.quirks.tiled_log_probs:
         tile = value * min(tokens, TRL_TILE[0]) * min(spec.vocab_size, TRL_TILE[1])
         return LossBytes(forward=tile, backward=tile + 4 * gradients)
-    chunk_tokens = count_chunk_tokens(spec, tokens=tokens, factor=strategy.loss_chunk_factor)
+    chunk_tokens = _count_chunk_tokens(spec, strategy)
     table = chunk_tokens * spec.vocab_size
     narrow = value if value < 4 else 0
     return LossBytes(forward=8 * table, backward=(4 + narrow) * table + value * gradients)
