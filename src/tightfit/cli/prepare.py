@@ -436,7 +436,7 @@ def _render_rows(
         file, _, number = row.place.rpartition("/")[2].rpartition(" ")
         yield ""
         yield Text.assemble(
-            plain(f"{file} {number}"),
+            plain(f"{file} {number}" + (f", {row.answer}" if row.answer else "")),
             (f", {row.num_tokens:,} tokens, {row.num_trained_tokens:,} trained ({share:.0%})", ""),
             style="bold",
         )
@@ -474,6 +474,7 @@ def find_next(options: PrepareOptions, recipe: Recipe) -> NextStep:
     """The command that trains on this very encoding."""
     words: list[str] = []
     for option, value in (
+        ("--objective", options.objective),
         ("--eval", options.eval),
         ("--seq-len", options.seq_len),
         ("--template", options.template),
