@@ -51,6 +51,18 @@ class ObjectiveRecord:
     rate_source: str = ""
 
     @property
+    def settings(self) -> frozenset[str]:
+        """Those of `TrainingSettings` that the loss reads."""
+        reads = {
+            "beta": self.beta is not None,
+            "label_smoothing": self.is_smoothed,
+            "simpo_gamma": self.gamma is not None,
+            "desirable_weight": self.needs_kl,
+            "undesirable_weight": self.needs_kl,
+        }
+        return frozenset(name for name, is_read in reads.items() if is_read)
+
+    @property
     def num_sequences(self) -> int:
         """Sequences per example that gradients flow through."""
         return 2 if self.example is ExampleKind.PAIR else 1
@@ -66,6 +78,11 @@ class ObjectiveRecord:
         return self.num_sequences + self.num_kl_sequences if self.needs_reference else 0
 
 
+OBJECTIVE_SETTINGS = (
+    *("beta", "label_smoothing", "simpo_gamma"),
+    *("desirable_weight", "undesirable_weight"),
+)
+"""Settings that only some objectives read."""
 _TRL_BETA = "trl 1.16, {}"
 _DPO_RATES = "trl 1.16, trl/scripts/dpo.py, full and LoRA"
 

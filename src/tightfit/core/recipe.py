@@ -13,7 +13,7 @@ from pydantic import ValidationError, create_model, model_validator
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError
 from tightfit.core.frozen import FiniteFrozen
-from tightfit.core.objectives import Objective
+from tightfit.core.objectives import OBJECTIVE_SETTINGS, Objective
 from tightfit.core.optimizers import Optimizer
 from tightfit.core.settings import (
     MAX_SEQ_LEN,
@@ -118,6 +118,15 @@ class Recipe(_Stated):
     def _is_consistent(self) -> Recipe:
         if self.epochs is not None and self.max_steps is not None:
             raise ValueError("`epochs` and `max_steps` are both given; keep one")
+        objective = self.objective or Objective.SFT
+        stated = [name for name in OBJECTIVE_SETTINGS if getattr(self, name) is not None]
+        unread = [name for name in stated if name not in objective.record.settings]
+        if unread:
+            takers = [one.value for one in Objective if unread[0] in one.record.settings]
+            raise ValueError(
+                f"`{unread[0]}` is for the objectives {', '.join(takers)}, and the recipe's is "
+                f"{objective.value}; leave it out, or write `objective: {takers[0]}`"
+            )
         weights: Dtype = self.fixed_strategy().get("weights", Dtype.BF16)
         if self.method is RecipeMethod.QLORA and not weights.is_quantized:
             raise ValueError(

@@ -21,7 +21,7 @@ import torch
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import DivergedError, InvalidInputError, NotFoundError
 from tightfit.core.settings import Schedule
-from tightfit.core.strategy import Training
+from tightfit.core.strategy import Strategy, Training
 from tightfit.data.token_store import TokenStore
 from tightfit.hardware.machine import read_peak_memory_bytes
 from tightfit.planning.plan import Plan
@@ -97,6 +97,7 @@ class TrainLoop:
             seed=training.seed,
             shuffle=training.shuffle,
         )
+        _check_objective(store, strategy)
         self.num_steps = training.max_steps or self.sampler.count_steps(plan.num_epochs)
 
         # Model and optimizer.
@@ -251,6 +252,26 @@ def _open_store(folder: str) -> TokenStore:
             f"The encoded data of this run is gone: {folder}.",
             remedy="start it again with tightfit train, which encodes it again",
         ) from error
+
+
+def _check_objective(store: TokenStore, strategy: Strategy) -> None:
+    """Refuse data that was encoded for another objective, and what KTO cannot be run with."""
+    objective, held = strategy.objective, store.description.example
+    if held is not objective.record.example:
+        raise InvalidInputError(
+            f"The encoded data holds {held.value}s; {objective.value} learns from "
+            f"{objective.record.example.value}s.",
+            remedy="start the run in a new folder: tightfit train ... --output FOLDER",
+        )
+    if objective.record.needs_kl and strategy.packing:
+        raise InvalidInputError(
+            "KTO's mismatched rows cannot be packed.", remedy="--set packing=false"
+        )
+    if objective.record.needs_kl and len(store) < 2:
+        raise InvalidInputError(
+            "KTO compares answers of different rows, and there is only one.",
+            remedy="add rows to the data",
+        )
 
 
 def _check_vocabulary(store: TokenStore, plan: Plan, training: Training) -> None:
