@@ -15,6 +15,7 @@ from tightfit.core.strategy import Strategy
 from tightfit.core.text import did_you_mean
 from tightfit.core.trainers import find_trainer
 from tightfit.estimation.activations import can_fuse_head_and_loss
+from tightfit.estimation.flops import count_passes_aside
 from tightfit.estimation.weights import is_dora, is_lora_target, packs_experts
 from tightfit.hardware.types import Gpu, Node
 from tightfit.models.attention import (
@@ -832,6 +833,14 @@ OBJECTIVE_RULES = _group(
         lambda c, s: s.loss is Loss.KERNEL,
         "the {s.loss.value} loss gives cross-entropy alone, and {s.objective.value} needs each "
         "answer's log-probability: use the plain, chunked or fused loss",
+    ),
+    Rule(
+        "objective-zero3",
+        lambda c, s: s.sharding is Sharding.ZERO3 and any(count_passes_aside(s)),
+        "zero3 gathers weights in the order of one forward and one backward pass; the passes "
+        "without gradients that {s.objective.value} puts before them have not been tried: use "
+        "fsdp or zero2, or for dpo and ipo precompute_reference=true",
+        "deepspeed 0.19, runtime/zero/partitioned_param_coordinator.py",
     ),
     applies=lambda c, s: s.objective is not Objective.SFT,
     source="tightfit/training/preference.py",

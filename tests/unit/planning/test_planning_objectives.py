@@ -132,6 +132,7 @@ def test_adapters_have_no_copy_and_out_of_memory_drops_one() -> None:
         ("objective-family", "t5-small", {"objective": "dpo"}),
         ("objective-method", "Llama-2-7b", {"objective": "kto", "method": "load"}),
         ("objective-loss", "Llama-2-7b", {"objective": "orpo", "loss": "kernel"}),
+        ("objective-zero3", "Llama-2-7b", {"objective": "dpo", "sharding": "zero3"}),
         ("reference-objective", "Llama-2-7b", {"precompute_reference": True}),
         ("reference-objective", "Llama-2-7b", {"objective": "simpo", "precompute_reference": True}),
     ],
