@@ -204,7 +204,7 @@ def test_a_trace_of_preferences_is_what_real_tensors_take(
     tmp_path: Path, changes: dict[str, Any]
 ) -> None:
     strategy = make_strategy(**changes)
-    wrap = shard if strategy.sharding.is_fsdp else place
+    wrap: Callable[..., Any] = shard if strategy.sharding.is_fsdp else place
     if strategy.sharding is Sharding.DDP:
         wrap = copy_everywhere
     compare(record(tmp_path, strategy), run_for_real(tmp_path, strategy, wrap))
