@@ -48,13 +48,13 @@ JOBS: tuple[tuple[str, str, dict[str, Any]], ...] = (
         "A100-80GB",
         {
             **{"objective": "dpo", **_FULL, "micro_batch": 1, "weights": "fp32"},
-            **{"sharding": "fsdp", "gpus_per_node": 4},
+            **{"sharding": "fsdp", "gpus_per_node": 4, "precompute_reference": True},
         },
     ),
     (
         _LLAMA,
         "H200",
-        {"objective": "ipo", **_FULL, "checkpointing": False, "precompute_reference": True},
+        {"objective": "ipo", **_FULL, "checkpointing": False},
     ),
     ("gemma-2-2b", "H200", {"objective": "simpo", "attention": "eager", "loss": "fused", **_SHORT}),
     (

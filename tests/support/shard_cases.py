@@ -220,7 +220,7 @@ class Trainer:
         )
         made = []
         for items in dealt.micro_batches:
-            batch = self.maker.make(items or ((0,),))
+            batch = self.maker.make(items or ((0,),), nll_weight=dealt.nll_weight)
             made.append(batch if items else without_loss(batch))
         return made, dealt.divisor
 

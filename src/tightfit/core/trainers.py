@@ -478,6 +478,7 @@ TRL = Trainer(
             "first; kernels/chunked_logprob.py: tiles of 4096 x 32768, fp32 gradients",
             quirks=("late_reference", "tiled_log_probs"),
             only={"packing": (False,)},
+            allows=("reference-copy-sharded", "objective-zero3"),
             when=lambda s, m: s.objective is not Objective.SFT,
         ),
     ),

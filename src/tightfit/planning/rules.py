@@ -835,6 +835,13 @@ OBJECTIVE_RULES = _group(
         "answer's log-probability: use the plain, chunked or fused loss",
     ),
     Rule(
+        "reference-copy-sharded",
+        lambda c, s: s.copies_reference and s.sharding.shards_optimizer,
+        "{s.sharding.value} keeps no frozen copy of the weights, which full tuning needs for the "
+        "reference: set precompute_reference=true",
+        "tightfit/training/engine.py",
+    ),
+    Rule(
         "objective-zero3",
         lambda c, s: s.sharding is Sharding.ZERO3 and any(count_passes_aside(s)),
         "zero3 gathers weights in the order of one forward and one backward pass; the passes "

@@ -40,6 +40,11 @@ class StepItems:
     num_chosen_tokens: int = 0
     """Trained tokens of the pairs' chosen answers, over all ranks."""
 
+    @property
+    def nll_weight(self) -> float | None:
+        """What makes a sum over chosen tokens, divided like the loss, their mean."""
+        return self.divisor / self.num_chosen_tokens if self.num_chosen_tokens else None
+
 
 class BatchSampler:
     """Chooses the rows of each step from the seed alone, whatever the number of ranks.
@@ -436,8 +441,7 @@ class BatchLoader:
             world_size=self._context.world_size,
             micro_batch=self._micro_batch,
         )
-        nll_weight = items.divisor / items.num_chosen_tokens if items.num_chosen_tokens else None
-        batches = [self._make(chunk, nll_weight) for chunk in items.micro_batches]
+        batches = [self._make(chunk, items.nll_weight) for chunk in items.micro_batches]
         return StepBatches(items=items, batches=batches)
 
     def _make(self, items: tuple[Item, ...], nll_weight: float | None = None) -> Batch:

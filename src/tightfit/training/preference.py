@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy, logsigmoid
 
 from tightfit.core.objectives import ExampleKind
 from tightfit.core.objectives import Objective as ObjectiveKind
-from tightfit.core.settings import Loss, Method
+from tightfit.core.settings import Loss
 from tightfit.core.strategy import Strategy, Training
 from tightfit.estimation.activations import NUM_LOSS_CHUNKS
 from tightfit.training.batches import IGNORED
@@ -81,8 +81,7 @@ class PreferenceObjective(Objective):
         self._sums: Tensor | None = None
         self.reference: nn.Module | None = None
         """Full tuning's frozen copy."""
-        is_copied = record.needs_reference and not strategy.precompute_reference
-        if is_copied and strategy.method is Method.FULL:
+        if strategy.copies_reference:
             self.reference = copy.deepcopy(model).requires_grad_(False)
 
     def forward(  # type: ignore[override]

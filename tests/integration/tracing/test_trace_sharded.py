@@ -73,8 +73,11 @@ PREFERENCE_CASES: list[dict[str, Any]] = [
     {"objective": "ipo", "method": "full", "weights": "fp32", "loss": "chunked", **_PLAIN},
     {"objective": "orpo", "loss": "plain", "checkpointing": False, **_PLAIN},
     {"objective": "kto", "loss": "fused", "precompute_reference": True, **_PLAIN},
-    {"objective": "kto", "method": "full", "loss": "fused", "gpus_per_node": 4},
-    {"objective": "dpo", "method": "full", "loss": "plain", "sharding": "fsdp-grad-op"},
+    {"objective": "kto", "loss": "fused", "gpus_per_node": 4},
+    {
+        **{"objective": "dpo", "method": "full", "precompute_reference": True},
+        **{"loss": "plain", "sharding": "fsdp-grad-op"},
+    },
     {"objective": "simpo", "loss": "fused", "sharding": "ddp", "grad_accum": 2},
 ]
 

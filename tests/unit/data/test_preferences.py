@@ -177,7 +177,7 @@ def test_pairs_are_encoded_side_by_side(tmp_path: Path) -> None:
     assert sorted(epoch_rows(found.train, seed=0, epoch=0)) == list(range(0, 32, 2))
     profile = profile_from_store(found.train)
     assert profile.num_rows == 16
-    assert profile.max_tokens == max(len(chosen.tokens), len(rejected.tokens))
+    assert profile.max_tokens == int(found.train.lengths.max())
     assert encode(folder, tmp_path / "p.jsonl", Objective.IPO, eval_fraction=0.2).is_cached
     counted = profile_dataset(
         tmp_path / "p.jsonl", seq_len=256, model=str(folder), example=ExampleKind.PAIR
