@@ -135,11 +135,11 @@ def trace_until(count: int, journal: Path, num_workers: int) -> list[dict[str, A
     return [known[number] for number in sorted(known)]
 
 
-def trace_preferences(journal: Path) -> int:
-    """Trace the jobs of `_preference_jobs.py`; the journal survives a stop."""
+def trace_preferences(count: int, journal: Path) -> int:
+    """Trace the first of `_preference_jobs.py`; the journal survives a stop."""
     known = {row["n"]: row for row in read_journal(journal)}
     prepare_process()
-    for number, job in enumerate(list_jobs()):
+    for number, job in enumerate(islice(list_jobs(), count)):
         if number not in known:
             known[number] = trace_one((number, *job))
             with journal.open("a") as lines:
@@ -216,7 +216,7 @@ def main() -> int:
     if arguments.check:
         return check()
     if arguments.preferences:
-        return trace_preferences(arguments.journal)
+        return trace_preferences(arguments.jobs, arguments.journal)
     if arguments.again or arguments.renew:
         return compare_again(arguments.renew)
     prepare_process()
