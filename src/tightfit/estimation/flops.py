@@ -333,7 +333,7 @@ def recomputes_logits(strategy: Strategy) -> bool:
     """Whether the backward pass computes each chunk of logits again.
 
     The fused loss of preferences does: how a token's gradient is scaled is known only when the
-    whole answer's log-probability is. Source: runtime/kernels/log_probs.py.
+    whole answer's log-probability is. Source: training/log_probs.py.
     """
     return strategy.objective is not Objective.SFT and strategy.loss is Loss.FUSED
 
