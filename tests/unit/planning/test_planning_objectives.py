@@ -10,7 +10,6 @@ from planning_cases import SHORT_ROWS, make_cluster, make_request
 from tightfit.api.estimate import estimate
 from tightfit.api.plan import plan as plan_job
 from tightfit.core.objectives import Objective
-from tightfit.core.settings import Method
 from tightfit.core.strategy import Strategy
 from tightfit.estimation.result import Verdict
 from tightfit.planning.fallback import list_fallbacks
@@ -115,34 +114,6 @@ def test_adapters_have_no_copy_and_out_of_memory_drops_one() -> None:
     less = list_fallbacks(copied)[0]
     assert less.strategy.precompute_reference
     assert less.why == ("after out of memory, reference before training: -2.3 GiB per GPU",)
-
-
-@pytest.mark.parametrize(
-    ("rule", "model", "fields"),
-    [
-        ("objective-family", "t5-small", {"objective": "dpo"}),
-        ("objective-method", "Llama-2-7b", {"objective": "kto", "method": "load"}),
-        ("objective-loss", "Llama-2-7b", {"objective": "orpo", "loss": "kernel"}),
-        ("objective-zero3", "Llama-2-7b", {"objective": "dpo", "sharding": "zero3"}),
-        *(
-            (
-                "reference-copy-sharded",
-                "Llama-2-7b",
-                {"objective": "ipo", "method": "full", "sharding": sharding},
-            )
-            for sharding in ("fsdp", "zero2")
-        ),
-        ("reference-objective", "Llama-2-7b", {"precompute_reference": True}),
-        ("reference-objective", "Llama-2-7b", {"objective": "simpo", "precompute_reference": True}),
-    ],
-)
-def test_refused_with_a_reason(rule: str, model: str, fields: dict[str, Any]) -> None:
-    node = make_cluster((1, "A100-80GB")).groups[0].node
-    spec = make_request(model).spec
-    case = Case(spec=spec, strategy=Strategy(**fields), node=node, num_nodes=1)
-    assert rule in [violation.rule for violation in find_violations(case)]
-    without = case._replace(strategy=Strategy(method=fields.get("method", Method.LORA)))
-    assert rule not in [violation.rule for violation in find_violations(without)]
 
 
 def test_the_fused_loss_needs_no_kernels() -> None:
