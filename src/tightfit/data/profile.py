@@ -211,6 +211,7 @@ class _Sampled(NamedTuple):
     sides: tuple[tuple[int, int], ...]
     """Tokens, and trained ones, of each of its conversations."""
     copies: int
+    is_text: bool
 
 
 Example = tuple[Turns, ...]
@@ -234,6 +235,8 @@ class TokenTally:
         # Of the rows that were counted, each cut to `seq_len`.
         self.rows_by_length: Counter[int] = Counter()
         self.num_counted = 0
+        self.num_made = 0
+        """Rows that they became: more, where texts are cut into pieces."""
         self.num_tokens = 0
         self.num_trained_tokens = 0
         self.num_truncated = 0
@@ -268,34 +271,51 @@ class TokenTally:
             [sides] = self._count([self._longest_example])
             self.longest = max(self.longest, *(length for length, _ in sides))
         for item in self._sample:
-            self._add_up(item.sides, item.copies)
+            self._add_up(item.sides, item.copies, is_text=item.is_text)
         self._sample.clear()
 
     def _count_pending(self) -> None:
         counts = self._count([example for _, _, example in self._pending])
-        for (mark, copies, _), sides in zip(self._pending, counts, strict=True):
+        for (mark, copies, example), sides in zip(self._pending, counts, strict=True):
             self.longest = max(self.longest, *(length for length, _ in sides))
+            is_text = example[0].num_messages == 0
             if self._limit is None:
-                self._add_up(sides, copies)
+                self._add_up(sides, copies, is_text=is_text)
             else:
-                self._sample.append(_Sampled(mark, sides, copies))
+                self._sample.append(_Sampled(mark, sides, copies, is_text))
         self._pending.clear()
         self._pending_chars = 0
         while self._limit is not None and len(self._sample) > self._limit:
             self._threshold /= 2
             self._sample = [item for item in self._sample if item.mark < self._threshold]
 
-    def _add_up(self, sides: tuple[tuple[int, int], ...], copies: int) -> None:
-        """One example. Truncation keeps the head, so the answer at the end is lost first."""
+    def _add_up(self, sides: tuple[tuple[int, int], ...], copies: int, *, is_text: bool) -> None:
+        """One example. Truncation keeps the head, so the answer at the end is lost first; plain
+        text is cut into as many rows as it takes instead."""
         longest = max(length for length, _ in sides)
-        self.rows_by_length[min(longest, self.seq_len)] += copies
         self.num_counted += copies
+        if is_text and longest > self.seq_len:
+            num_whole, rest = divmod(longest, self.seq_len)
+            self._add_row(((self.seq_len, self.seq_len),), copies * num_whole)
+            if rest:
+                self._add_row(((rest, rest),), copies)
+            return
         self.num_truncated += copies if longest > self.seq_len else 0
-        for length, num_trained in sides:
-            lost = max(length - self.seq_len, 0)
-            self.num_tokens += (length - lost) * copies
-            self.num_trained_tokens += max(num_trained - lost, 0) * copies
-            self.num_lost_tokens += lost * copies
+        lost = [max(length - self.seq_len, 0) for length, _ in sides]
+        self.num_lost_tokens += sum(lost) * copies
+        kept = zip(sides, lost, strict=True)
+        self._add_row(
+            tuple(
+                (length - less, max(num_trained - less, 0)) for (length, num_trained), less in kept
+            ),
+            copies,
+        )
+
+    def _add_row(self, sides: tuple[tuple[int, int], ...], copies: int) -> None:
+        self.rows_by_length[max(length for length, _ in sides)] += copies
+        self.num_made += copies
+        self.num_tokens += sum(length for length, _ in sides) * copies
+        self.num_trained_tokens += sum(num_trained for _, num_trained in sides) * copies
 
     def _count(self, batch: list[Example]) -> list[tuple[tuple[int, int], ...]]:
         every = [turns for example in batch for turns in example]
@@ -424,7 +444,9 @@ def _open(source: Sources) -> list[OpenedSource]:
         elif not str(item).strip():
             data_files(item)
         else:
-            bare = DataSource.model_construct(path=str(item), weight=1.0, split="train", take=None)
+            bare = DataSource.model_construct(
+                path=str(item), weight=1.0, split="train", take=None, text_rows="file"
+            )
             opened.append(open_source(bare))
     if not opened:
         raise InvalidInputError(
@@ -446,7 +468,8 @@ def _summary(tally: TokenTally, source: str, row_format: str) -> DataProfile:
             remedy="give rows an answer: an assistant message, or text under `output` or "
             "`completion`",
         )
-    lengths = scaled(tally.rows_by_length, tally.num_rows)
+    num_rows = round(tally.num_made * factor)
+    lengths = scaled(tally.rows_by_length, num_rows)
     total = round(tally.num_tokens * factor)
     counted = [
         tally.counter.description,
@@ -457,16 +480,16 @@ def _summary(tally: TokenTally, source: str, row_format: str) -> DataProfile:
     return DataProfile(
         source=source,
         format=row_format,
-        num_rows=tally.num_rows,
+        num_rows=num_rows,
         num_tokens=total,
         num_trained_tokens=max(round(tally.num_trained_tokens * factor), 1),
-        mean_tokens=sum(length * rows for length, rows in lengths.items()) / tally.num_rows,
+        mean_tokens=sum(length * rows for length, rows in lengths.items()) / num_rows,
         max_tokens=min(tally.longest, tally.seq_len),
         num_truncated=round(tally.num_truncated * factor),
         seq_len=tally.seq_len,
         tokenizer="; ".join(counted),
         is_exact=tally.counter.is_exact,
-        num_counted_rows=tally.num_counted,
+        num_counted_rows=tally.num_made,
         longest_row_tokens=tally.longest,
         num_lost_tokens=round(tally.num_lost_tokens * factor),
         **_describe_lengths(lengths, tally.seq_len),

@@ -399,7 +399,7 @@ def time_passes(job: MicroBatch) -> Passes:
         matmul = products.blocks_inputs + products.head_inputs + products.adapters_backward
         if is_full:
             matmul += products.blocks_weights
-        if is_full or strategy.train_embeddings:
+        if strategy.trains_head:
             matmul += products.head_weights
         backward = _time_blocks(job, matmul, backward=True)
     reference, aside = _time_aside(job, products, blocks)

@@ -105,6 +105,7 @@ def _digest_model(strategy: Strategy, training: Training) -> str:
         include={
             *("weights", "compute", "autocast", "double_quant", "upcast_unquantized"),
             *("fp8", "fp8_gradients", "dequantized_base", "fused_kernels", "objective"),
+            *("add_tokens", "add_special_tokens"),
         }
     )
     drawn = training.random_weights

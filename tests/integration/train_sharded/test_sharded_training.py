@@ -20,7 +20,7 @@ from shard_worker import (
     SHARDED_PREFERENCES,
 )
 
-from shard_cases import NUM_STEPS, make_mixture, make_model, make_store
+from shard_cases import NUM_STEPS, VOCABULARY, make_mixture, make_model, make_store
 from tightfit.core.objectives import ExampleKind
 
 WORKER = Path(__file__).with_name("shard_worker.py")
@@ -57,6 +57,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sharded")
     make_store(folder / "store")
     make_model(folder / "model")
+    make_model(folder / "lacking", vocab_size=VOCABULARY - 8)
     make_mixture(folder / "mixture")
     make_store(folder / "pairs", num_rows=22, example=ExampleKind.PAIR)
     make_store(folder / "labelled", example=ExampleKind.LABELLED)
