@@ -370,11 +370,13 @@ def _cost_cell(found: Plan) -> str:
 
 def _describe_needs(best: Plan) -> str:
     host, disk = best.estimate.host, best.estimate.disk
+    compiling = best.estimate.time.compile_seconds
+    first = f" The first start compiles for about {render_seconds(compiling)}." if compiling else ""
     if best.hardware.node.gpu.is_cpu:
-        return f"Also needs {render_bytes(disk.bytes)} of disk."
+        return f"Also needs {render_bytes(disk.bytes)} of disk.{first}"
     of = f" of {render_bytes(host.capacity_bytes)}" if host.capacity_bytes else ""
     needs = f"Also needs {render_bytes(host.peak_bytes)}{of} host RAM per node"
-    return f"{needs} and {render_bytes(disk.bytes)} of disk."
+    return f"{needs} and {render_bytes(disk.bytes)} of disk.{first}"
 
 
 def _render_excluded(result: SearchResult, *, is_explained: bool) -> Iterator[RenderableType]:

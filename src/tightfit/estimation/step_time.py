@@ -7,6 +7,7 @@ from __future__ import annotations
 from math import ceil, log
 from typing import NamedTuple
 
+from tightfit.core.attention import Attention
 from tightfit.core.dtypes import Dtype
 from tightfit.core.objectives import Objective
 from tightfit.core.profiles import DataProfile
@@ -537,6 +538,34 @@ def _measured_scores(job: MicroBatch, *, backward: bool) -> float | None:
     return measured[kernel][backward] * max(1.0, wider) * scores
 
 
+# Compiling, before the first step
+
+COMPILE_LAYER_SECONDS = 9.0
+"""torch.compile of one kind of layer, forward and backward. First steps on one H200, torch 2.11:
+8 s on Llama-2-7B, 10 on BLOOM-1b7, 14 on Falcon-7B and Qwen3-30B-A3B."""
+COMPILE_FLEX_SECONDS = 14.0
+"""Flex attention with one kind of mask, compiled by itself: of two kinds 23 s on gpt-oss-20b and 41
+on Gemma 2 2B, likewise."""
+COMPILE_FLEX_INSIDE_SECONDS = 6.0
+"""The same as a part of a compiled layer: 15 s in all on Mistral-7B, of two kinds 26 and 31 on
+gpt-oss-20b and Gemma 2 2B."""
+
+
+def estimate_compile_seconds(
+    strategy: Strategy, work: Workload, *, num_blocks: int, has_profile: bool
+) -> float:
+    """What compiling adds to the first steps, with nothing in the cache.
+
+    Rows of different lengths compile twice: for the first length, then for any.
+    """
+    flex = strategy.attention is Attention.FLEX
+    masks = max(1, len(work.attention))
+    seconds = COMPILE_LAYER_SECONDS * max(num_blocks, masks) * strategy.compile
+    each = COMPILE_FLEX_INSIDE_SECONDS if strategy.compile else COMPILE_FLEX_SECONDS
+    seconds += each * masks * flex
+    return seconds * (2 if has_profile and not strategy.packing else 1)
+
+
 # The optimizer step
 
 LOW_FACTOR = 0.85
@@ -627,6 +656,9 @@ def estimate_step_time(
         reference_seconds_per_step=times * count_reference_passes(strategy) * before
         if strategy.precompute_reference
         else 0.0,
+        compile_seconds=estimate_compile_seconds(
+            strategy, job.work, num_blocks=len(spec.blocks), has_profile=profile is not None
+        ),
     )
 
 

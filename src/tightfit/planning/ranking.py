@@ -83,7 +83,7 @@ LEVERS: tuple[Lever, ...] = (
         {"loss_chunk_factor": 1},
         is_plain=False,
     ),
-    # Compiling takes 5 to 40 s before the first step, and a trace cannot follow it.
+    # A trace cannot follow it. What compiling takes before the first step counts by itself.
     Lever(
         "compiled layers", lambda s: s.compile, {"compile": False}, is_plain=False, handicap=1.05
     ),
@@ -156,12 +156,8 @@ class Candidate(NamedTuple):
     strategy: Strategy
     summary: EstimateSummary
     wanted_batch: int = 1
-    num_epochs: float = 1.0
-
-    @property
-    def seconds(self) -> float:
-        """`measure_seconds` of what is predicted."""
-        return measure_seconds(self.summary, self.num_epochs)
+    num_steps: float | None = None
+    """Optimizer steps of the run; None where its length is not known."""
 
     @property
     def fits(self) -> bool:
@@ -193,16 +189,28 @@ def find_overshoot(strategy: Strategy, wanted_batch: int) -> float:
     return max(1.0, s.micro_batch * s.grad_accum * s.world_size / wanted_batch)
 
 
-def measure_seconds(estimate: Estimate | EstimateSummary, num_epochs: float = 1.0) -> float:
-    """Seconds per epoch where the data is known, else per million real tokens; with their share of
-    what is done once before `num_epochs`."""
+def measure_seconds(
+    estimate: Estimate | EstimateSummary, *, num_steps: float | None = None
+) -> float:
+    """Seconds per epoch where the data is known, else per million real tokens.
+
+    With their share of what is done before the first of `num_steps`: compiling, and the reference
+    of every row. Of data that is not known one epoch is taken.
+    """
     time = estimate.time
-    if time.tokens_per_second <= 0:
-        return float("inf")
-    before = time.reference_seconds_per_step / (num_epochs * time.seconds_per_step)
-    if time.seconds_per_epoch is not None:
-        return time.seconds_per_epoch * (1 + before)
-    return 1e6 / time.tokens_per_second * (1 + before)
+    if time.seconds_per_epoch is None:
+        seconds = 1e6 / time.tokens_per_second if time.tokens_per_second > 0 else float("inf")
+    else:
+        seconds = time.seconds_per_epoch
+    if not time.seconds_per_step:
+        return seconds
+    before = 0.0
+    num_epochs = 1.0
+    if num_steps:
+        before = time.compile_seconds / num_steps
+        num_epochs = num_steps / (time.steps_per_epoch or num_steps)
+    before += time.reference_seconds_per_step / num_epochs
+    return seconds * (1 + before / time.seconds_per_step)
 
 
 def handicap_of(strategy: Strategy) -> float:
@@ -235,7 +243,7 @@ def rank(candidate: Candidate) -> tuple[float, ...]:
         candidate.strategy,
         candidate.summary,
         overshoot=overshoot,
-        num_epochs=candidate.num_epochs,
+        num_steps=candidate.num_steps,
     )
 
 
@@ -244,14 +252,15 @@ def rank_estimate(
     estimate: Estimate | EstimateSummary,
     *,
     overshoot: float,
-    num_epochs: float = 1.0,
+    num_steps: float | None,
 ) -> tuple[float, ...]:
     """Smaller is better. `fits` before `tight`, then handicapped time, headroom, simplicity.
 
     Sequences beyond the wanted batch count as no progress: more GPUs than sequences
     would train another job than the one asked for.
     """
-    seconds = measure_seconds(estimate, num_epochs) * handicap_total(strategy) * overshoot
+    seconds = measure_seconds(estimate, num_steps=num_steps)
+    seconds *= handicap_total(strategy) * overshoot
     return (
         _VERDICT_ORDER.get(estimate.verdict, 2),
         # Three digits: a closer race is decided by headroom and simplicity.
@@ -290,8 +299,8 @@ def explain_order(plans: Sequence[Plan]) -> str | None:
 
 def _compare(plan: Plan, other: Plan) -> float:
     """How many times as fast as the other."""
-    seconds = measure_seconds(plan.estimate, plan.num_epochs)
-    others = measure_seconds(other.estimate, other.num_epochs)
+    seconds = measure_seconds(plan.estimate, num_steps=plan.num_steps)
+    others = measure_seconds(other.estimate, num_steps=other.num_steps)
     return others / seconds if seconds > 0 else 0.0
 
 

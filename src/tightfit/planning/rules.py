@@ -22,7 +22,6 @@ from tightfit.models.attention import (
     AttentionNeeds,
     find_attention_problem,
     find_sdpa_problem,
-    find_varlen_problem,
     needs_flash_attn,
     needs_of,
 )
@@ -86,18 +85,6 @@ class Case(NamedTuple):
         """What the strategy asks of another trainer that it does not have."""
         trainer = find_trainer(self.strategy.trainer)
         return trainer.find_lacking(self.strategy, self.spec.model_type)
-
-    @property
-    def has_varlen(self) -> bool:
-        """Whether packed documents are computed one by one, without a mask: as the runtime
-        chooses it for sdpa and flash."""
-        return (
-            self.strategy.attention.record.varlen != "never"
-            and self.strategy.compute in _FLASH.computes
-            and not self.is_cpu
-            and not self.is_below(*_FLASH.min_capability)
-            and find_varlen_problem(self.needs) is None
-        )
 
     @property
     def capability(self) -> str:
@@ -560,30 +547,16 @@ JOB_RULES = _group(
     ),
     Rule(
         "packing-family",
-        lambda c, s: (
-            s.packing
-            and not c.spec.is_encoder_decoder
-            and not c.needs.can_pack(is_varlen=c.family.accepts_custom_attention)
-        ),
+        lambda c, s: s.packing and not c.spec.is_encoder_decoder and not c.needs.can_pack,
         "{m.model_type} models cannot keep packed documents apart: set packing=false",
-        "transformers 5.22: bloom and mpt take no positions, falcon's mask ignores them",
-    ),
-    Rule(
-        "packing-opt",
-        lambda c, s: (
-            s.packing
-            and c.family.accepts_custom_attention
-            and c.needs.can_pack(is_varlen=True)
-            and not c.needs.can_pack(is_varlen=c.has_varlen)
-        ),
-        "{m.model_type} keeps packed documents apart by flash attention alone, which needs "
-        "16-bit arithmetic and compute capability 8.0: set packing=false",
-        "transformers 5.22: modeling_opt.py makes its mask without positions",
+        "transformers 5.22: linear attention and Mamba run on from one document to the next",
     ),
     Rule(
         "packing-mask",
         lambda c, s: (
-            s.packing and (s.attention.record.varlen == "never" or c.is_below(8) or c.is_cpu)
+            s.packing
+            and s.attention is not Attention.FLEX
+            and (s.attention.record.varlen == "never" or c.is_below(8) or c.is_cpu)
         ),
         "packing without flash attention builds a block mask of {s.seq_len} x {s.seq_len}",
         "torch.nn.attention.varlen needs compute capability 8.0",

@@ -214,7 +214,7 @@ def _drop_needless_quantization(found: StrategyFilter, ordered: list[Candidate])
             candidate.strategy.weights.is_quantized
             and rival is not None
             and rival.summary.gpu.peak_reserved_bytes <= candidate.summary.gpu.peak_reserved_bytes
-            and rival.seconds <= candidate.seconds
+            and not _is_faster(candidate, rival)
         )
         if is_beaten:
             reason = f"{method} saves no memory and no time here over the same plan with lora"
@@ -308,7 +308,11 @@ def use_adamw_kernel(found: StrategyFilter, candidate: Candidate) -> Candidate:
 
 
 def _is_faster(one: Candidate, other: Candidate) -> bool:
-    return one.seconds < other.seconds
+    seconds, others = (
+        measure_seconds(candidate.summary, num_steps=candidate.num_steps)
+        for candidate in (one, other)
+    )
+    return seconds < others
 
 
 def _make_plan(
@@ -410,8 +414,11 @@ def measure_levers(found: StrategyFilter, candidate: Candidate) -> Iterator[Leve
         if found.find_violation(layout, turned_back) is not None:
             continue
         with_it, without = candidate.summary, found.summarize(layout, turned_back)
-        seconds = measure_seconds(without, candidate.num_epochs)
-        speedup = seconds / max(candidate.seconds, 1e-12)
+        seconds, others = (
+            measure_seconds(one, num_steps=found.request.count_steps(one.time))
+            for one in (with_it, without)
+        )
+        speedup = others / max(seconds, 1e-12)
         yield LeverEffect(
             name=lever.name,
             fields=lever.fields,

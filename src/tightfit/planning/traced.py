@@ -272,9 +272,7 @@ def _sort(settled: Sequence[_Settled], wanted_batch: int | None) -> list[_Settle
         if not is_timed:
             estimate = estimate.model_copy(update={"time": one.closed})
         overshoot = find_overshoot(plan.strategy, wanted_batch or plan.effective_batch)
-        return rank_estimate(
-            plan.strategy, estimate, overshoot=overshoot, num_epochs=plan.num_epochs
-        )
+        return rank_estimate(plan.strategy, estimate, overshoot=overshoot, num_steps=plan.num_steps)
 
     return sorted(settled, key=rank)
 

@@ -21,6 +21,7 @@ from tightfit.core.settings import Loss, Method
 from tightfit.core.strategy import Strategy, Training
 from tightfit.estimation.activations import NUM_LOSS_CHUNKS
 from tightfit.estimation.weights import can_fuse_trained_projections, uses_augmented_weights
+from tightfit.models.families.registry import find_family
 from tightfit.runtime.adapters import add_adapters
 from tightfit.runtime.attention import check_packable
 from tightfit.runtime.kernels.fp8 import use_fp8
@@ -36,6 +37,7 @@ from tightfit.runtime.layers import (
     dequantize_deferred,
     find_decoder,
 )
+from tightfit.runtime.packed_masks import hand_positions_to_masks
 from tightfit.training.batches import IGNORED
 from tightfit.training.routing import Routing, mark_tokens
 
@@ -220,6 +222,8 @@ def prepare_model(model: Any, strategy: Strategy, training: Training) -> Any:
     """
     if strategy.packing:
         check_packable(model)
+        if not find_family(model.config.model_type).mask_reads_positions:
+            hand_positions_to_masks(model)
     if strategy.fused_kernels:
         apply_fused_kernels(model)
     if strategy.dequantized_base:

@@ -52,11 +52,6 @@ def _case(
     return Case(spec=resolve_model(model), strategy=strategy, node=node, num_nodes=num_nodes)
 
 
-def _as_opt(case: Case) -> Case:
-    changes = {"model_type": "opt", "attention_extras": ()}
-    return case._replace(spec=case.spec.model_copy(update=changes))
-
-
 def _without_capability(case: Case) -> Case:
     """A card older than any in the catalogue that torch still runs on."""
     gpu = case.gpu.model_copy(update={"compute_capability": (5, 0), "name": "Maxwell"})
@@ -245,12 +240,8 @@ CASES: dict[str, tuple[Callable[[], Case], Callable[[], Case]]] = {
         lambda: _case({"packing": True}, model="gpt2"),
     ),
     "packing-family": (
+        lambda: _case({"packing": True}, model="Qwen3-Next-80B-A3B-Instruct"),
         lambda: _case({"packing": True}, model="bloom-1b7"),
-        lambda: _case({"packing": False}, model="bloom-1b7"),
-    ),
-    "packing-opt": (
-        lambda: _as_opt(_case(_BF16 | {"packing": True, "attention": "eager"}, model="gpt2")),
-        lambda: _as_opt(_case(_BF16 | {"packing": True, "attention": "sdpa"}, model="gpt2")),
     ),
     "packing-mask": (
         lambda: _case(_FP16 | {"packing": True, "attention": "sdpa"}, gpu="T4"),

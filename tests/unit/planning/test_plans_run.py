@@ -92,9 +92,9 @@ def check(row: CatalogueRow, strategy: Strategy, group: NodeGroup) -> None:
         strategy,
         has_varlen=not gpu.is_cpu and capability >= Attention.FLASH.record.min_capability,
     )
-    implementation = resolve_attention(config, name)
+    resolve_attention(config, name)
     if strategy.packing:
-        check_packing(config, implementation)
+        check_packing(config)
     if strategy.fused_kernels:
         check_liger(config)
 
