@@ -546,6 +546,12 @@ JOB_RULES = _group(
         "tightfit's packer",
     ),
     Rule(
+        "packing-kto",
+        lambda c, s: s.packing and s.objective.record.needs_kl,
+        "the mismatched rows of {s.objective.value} cannot be packed: set packing=false",
+        "tightfit/training/loop.py",
+    ),
+    Rule(
         "packing-family",
         lambda c, s: s.packing and not c.spec.is_encoder_decoder and not c.needs.can_pack,
         "{m.model_type} models cannot keep packed documents apart: set packing=false",

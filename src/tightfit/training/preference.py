@@ -255,7 +255,11 @@ def find_preference(module: nn.Module) -> PreferenceObjective | None:
 
 
 def _active_head(head: Any) -> Any:
-    """The head itself: peft wraps one that is trained whole, beside the original."""
+    """The head itself: peft wraps one that is trained whole, beside the original, or whose rows of
+    new tokens are."""
+    rows = getattr(head, "token_adapter", None)
+    if rows is not None and rows.disable_adapters:
+        return rows.base_layer
     if not hasattr(head, "modules_to_save"):
         return head
     if head.disable_adapters:

@@ -239,6 +239,10 @@ CASES: dict[str, tuple[Callable[[], Case], Callable[[], Case]]] = {
         lambda: _case({"packing": True}, model="t5-base"),
         lambda: _case({"packing": True}, model="gpt2"),
     ),
+    "packing-kto": (
+        lambda: _case({"packing": True, "objective": "kto"}, model="gpt2"),
+        lambda: _case({"packing": True, "objective": "dpo"}, model="gpt2"),
+    ),
     "packing-family": (
         lambda: _case({"packing": True}, model="Qwen3-Next-80B-A3B-Instruct"),
         lambda: _case({"packing": True}, model="bloom-1b7"),
