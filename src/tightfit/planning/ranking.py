@@ -252,7 +252,7 @@ def rank_estimate(
     estimate: Estimate | EstimateSummary,
     *,
     overshoot: float,
-    num_steps: float | None,
+    num_steps: float | None = None,
 ) -> tuple[float, ...]:
     """Smaller is better. `fits` before `tight`, then handicapped time, headroom, simplicity.
 
