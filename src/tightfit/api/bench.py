@@ -54,6 +54,7 @@ from tightfit.core.errors import (
     UserError,
 )
 from tightfit.core.files import check_writable, write_atomic
+from tightfit.core.objectives import Objective
 from tightfit.core.options import list_given, repeat_options
 from tightfit.core.packages import require_packages
 from tightfit.core.profiles import DataProfile
@@ -384,9 +385,12 @@ def _make_rows(
     """The data's own rows where they can be encoded, else made-up ones of the same lengths."""
     sources = training_sources(recipe)
     folder, seq_len = Path(training.model_path), request.planned_seq_len
+    objective = recipe.objective or Objective.SFT
+    example = objective.record.example
     if sources and not options.synthetic and (folder / "tokenizer.json").is_file():
         encoded = encode_for(
             training,
+            objective=objective,
             model_folder=with_new_tokens(folder, read_new_tokens(dict(request.fixed))),
             seq_len=seq_len,
             progress=options.progress,
@@ -401,7 +405,11 @@ def _make_rows(
     guessed = None
     if sources:
         guessed = profile_sources(
-            sources, seq_len=seq_len, model=recipe.model, progress=options.progress
+            sources,
+            seq_len=seq_len,
+            model=recipe.model,
+            example=example,
+            progress=options.progress,
         )
         # Short rows may be packed: as many more of them fill a sequence.
         count *= max(1, round(seq_len / guessed.mean_tokens))
@@ -415,6 +423,7 @@ def _make_rows(
             1.0 if guessed is None else guessed.num_trained_tokens / guessed.num_tokens
         ),
         is_encoder_decoder=request.spec.is_encoder_decoder,
+        example=example,
     )
     if guessed is None:
         return Rows(store=store, profile=None, words=f"random tokens, rows of {seq_len:,}")

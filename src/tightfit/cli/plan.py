@@ -37,6 +37,7 @@ from tightfit.estimation.result import TRACED, Verdict
 from tightfit.hardware.types import Cluster
 from tightfit.planning.buying import Offer
 from tightfit.planning.describe import (
+    count_examples,
     describe_epochs,
     describe_how,
     describe_levers,
@@ -281,8 +282,8 @@ def _list_cards(plans: Sequence[Plan], cluster: Cluster | None) -> list[str]:
 
 def _render_subject(best: Plan, cards: Sequence[str]) -> RenderableType:
     spec = best.model
-    sequences = count_of(best.effective_batch, "sequence")
-    length = f"{best.strategy.seq_len:,} tokens a sequence, {sequences} a step"
+    examples = count_examples(best.strategy, best.effective_batch)
+    length = f"{best.strategy.seq_len:,} tokens a sequence, {examples} a step"
     epochs = f", {describe_epochs(best.num_epochs)}" if best.data is not None else ""
     shown = " + ".join(cards[:NUM_CARDS])
     more = f" and {len(cards) - NUM_CARDS} more" if len(cards) > NUM_CARDS else ""
@@ -350,9 +351,9 @@ def _speed_cell(found: Plan) -> str:
     epoch = time.seconds_per_epoch
     shortest, longest = render_seconds(epoch * low), render_seconds(epoch * high)
     lines = [f"{render_seconds(epoch)} an epoch", f"{shortest} to {longest}"]
-    if found.num_epochs != 1:
-        whole = render_seconds(time.run_seconds(found.num_epochs) or 0.0)
-        lines.append(f"{describe_epochs(found.num_epochs)}: {whole}")
+    run_seconds = time.run_seconds(found.num_epochs)
+    if run_seconds is not None and run_seconds != epoch:
+        lines.append(f"{describe_epochs(found.num_epochs)}: {render_seconds(run_seconds)}")
     return "\n".join([*lines, f"{time.tokens_per_second:,.0f} tokens/s"])
 
 
@@ -474,8 +475,9 @@ def _offer_row(place: int, offer: Offer) -> tuple[Cell, ...]:
     rent.append("\n" + ", ".join(words), style="not bold dim")
     run = offer.usd_per_run
     speed = f"{time.tokens_per_second:,.0f}"
-    if time.seconds_per_epoch is not None:
-        speed = render_seconds(time.run_seconds(offer.plan.num_epochs) or 0.0)
+    run_seconds = time.run_seconds(offer.plan.num_epochs)
+    if run_seconds is not None:
+        speed = render_seconds(run_seconds)
     return (
         str(place),
         rent,

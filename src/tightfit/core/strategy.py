@@ -17,6 +17,7 @@ from tightfit.core.objectives import Objective
 from tightfit.core.optimizers import Optimizer
 from tightfit.core.settings import (
     RENAMED_SETTINGS,
+    Loss,
     Method,
     Name,
     Sharding,
@@ -71,6 +72,10 @@ class Quirks(Frozen):
     """Each gradient is stepped and freed as soon as it is complete, as torchtune can."""
     plain_modelling: bool = False
     """Experts, and the attention of Falcon, BLOOM and MPT, run as transformers' own code."""
+    late_reference: bool = False
+    """The reference runs after the trained model's forward pass, beside all that it keeps."""
+    tiled_log_probs: bool = False
+    """Log-probabilities of answers by trl's tiles of tokens and words, whose gradients are fp32."""
     wide_adafactor: bool = False
     """transformers' Adafactor, which works in fp32, instead of torch's."""
 
@@ -119,6 +124,23 @@ class Strategy(StrategySettings, Frozen):
         return self.micro_batch * self.objective.record.num_sequences
 
     @property
+    def runs_reference(self) -> bool:
+        """Whether each step runs the reference too."""
+        needs_reference = self.objective.record.needs_reference and self.is_trained
+        return needs_reference and not self.precompute_reference
+
+    @property
+    def copies_reference(self) -> bool:
+        """Whether the reference is a frozen copy: adapters can be switched off, trained weights
+        cannot."""
+        return self.runs_reference and self.method is Method.FULL
+
+    @property
+    def uses_liger_loss(self) -> bool:
+        """Whether Liger's kernels compute the loss. That of preferences is torch's alone."""
+        return self.objective is Objective.SFT and self.loss in (Loss.KERNEL, Loss.FUSED)
+
+    @property
     def tokens_per_micro_batch(self) -> int:
         return self.sequences_per_micro_batch * self.seq_len
 
@@ -152,12 +174,6 @@ class Strategy(StrategySettings, Frozen):
     def stores_fp8(self) -> bool:
         """Whether matrices inside the blocks are kept in fp8: frozen ones are."""
         return self.fp8 and self.method is Method.LORA
-
-    @property
-    def copies_reference(self) -> bool:
-        """Whether the reference is a frozen copy of the weights; adapters are switched off."""
-        is_run = self.objective.record.needs_reference and not self.precompute_reference
-        return is_run and self.method is Method.FULL
 
     @property
     def new_tokens(self) -> NewTokens:

@@ -17,6 +17,7 @@ from tightfit.data.formats import (
     FORMATS,
     Message,
     RowFormat,
+    Turns,
     recognise_format,
 )
 from tightfit.data.readers import Row, excerpt, json_type_name
@@ -246,6 +247,24 @@ def _misfit(row: Row, found: ExampleKind, wanted: ExampleKind) -> InvalidInputEr
         f"{row.place} holds {holds[found]}; this job learns from {learnt[wanted]}.",
         remedy=f"--objective {_OBJECTIVES[found]}{shape}",
     )
+
+
+def list_examples(row: Row, row_format: RowFormat, wanted: ExampleKind) -> list[tuple[Turns, ...]]:
+    """What a row gives, reduced to what length counting needs: both conversations of a pair."""
+    if not isinstance(row_format, PreferenceFormat):
+        return [(row_format.to_turns(row),)]
+    return [
+        tuple(_reduce(found.prompt, answer) for answer in found.answers)
+        for found in read_preferences(row, row_format, wanted)
+    ]
+
+
+def _reduce(prompt: list[Message], answer: list[Message]) -> Turns:
+    """Of an answer of several turns the assistant's are learnt."""
+    learnt = [message.content for message in answer if message.role == ASSISTANT]
+    read = [message.content for message in (*prompt, *answer) if message.role != ASSISTANT]
+    read += [message.content for message in prompt if message.role == ASSISTANT]
+    return Turns("\n".join(read), "\n".join(learnt), len(prompt) + len(answer))
 
 
 def read_preferences(

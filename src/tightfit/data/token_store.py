@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, NamedTuple
 
@@ -334,7 +334,7 @@ def draw_lengths(profile: DataProfile, num_rows: int) -> list[int]:
     return [min(int(lengths[at]), profile.seq_len) for at in found]
 
 
-def write_synthetic(
+def write_synthetic(  # noqa: PLR0913
     folder: Path,
     lengths: Sequence[int],
     *,
@@ -342,24 +342,29 @@ def write_synthetic(
     seq_len: int,
     trained_fraction: float = 1.0,
     is_encoder_decoder: bool = False,
+    example: ExampleKind = ExampleKind.ANSWER,
 ) -> TokenStore:
     """A store of random rows; the last part of each is trained, as an answer would be.
 
-    An encoder-decoder's rows have a question and an answer of the given length each.
+    An encoder-decoder's rows have a question and an answer of the given length each. Both answers
+    of a pair are as long; every other labelled answer is good.
     """
     import numpy as np
 
     draw = np.random.default_rng(_SEED)
     folder.mkdir(parents=True)
     writer = StoreWriter(folder)
-    for number, length in enumerate(lengths, start=1):
+    rows_per_example = 2 if example is ExampleKind.PAIR else 1
+    every = [length for length in lengths for _ in range(rows_per_example)]
+    for number, length in enumerate(every, start=1):
         size = 2 * length if is_encoder_decoder else length
         num_trained = length if is_encoder_decoder else max(1, round(trained_fraction * length))
-        writer.add(_draw_row(draw, size, num_trained, number=number, vocab_size=vocab_size))
+        row = _draw_row(draw, size, num_trained, number=number, vocab_size=vocab_size)
+        writer.add(replace(row, is_good=number % 2 == 1))
     writer.close()
     description = StoreDescription(
         key="synthetic",
-        num_rows=len(lengths),
+        num_rows=len(every),
         num_tokens=writer.num_tokens,
         num_trained_tokens=int(writer.column("num_trained").sum()),
         seq_len=seq_len,
@@ -374,8 +379,9 @@ def write_synthetic(
         files=(StoreFile(path=SYNTHETIC_SOURCE, unit="row", source=0),),
         longest_row_tokens=max(lengths),
         num_blob_tokens=writer.num_tokens,
+        example=example,
     )
-    writer.write_store("train", np.arange(len(lengths)), description)
+    writer.write_store("train", np.arange(len(every)), description)
     return TokenStore(folder / "train")
 
 

@@ -99,11 +99,17 @@ class StepTime(Frozen):
     has left the code in the cache; in none of the figures above."""
     tier: str = "closed-form"
     """`traced` once the seconds of traced operations replaced the formulas'."""
+    reference_seconds_per_step: NonNegativeFloat = 0.0
+    """To compute the reference's log-probabilities of one step's rows, where that is done before
+    training: once for each row, and so not in `seconds_per_step`."""
 
     def run_seconds(self, num_epochs: float) -> float | None:
-        """The whole run, compiling included; None where its length is not known (no dataset)."""
-        epoch = self.seconds_per_epoch
-        return None if epoch is None else epoch * num_epochs + self.compile_seconds
+        """The whole run, with compiling and the reference before its first step; None where its
+        length is not known (no dataset)."""
+        if self.seconds_per_epoch is None:
+            return None
+        before = self.reference_seconds_per_step * (self.steps_per_epoch or 0)
+        return before + self.compile_seconds + self.seconds_per_epoch * num_epochs
 
 
 class EstimateSummary(NamedTuple):

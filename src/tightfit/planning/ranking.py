@@ -15,7 +15,7 @@ from tightfit.core.optimizers import Optimizer
 from tightfit.core.settings import Loss, Method, Offload, Sharding
 from tightfit.core.strategy import Strategy
 from tightfit.estimation.result import TRACED, Estimate, EstimateSummary, Verdict
-from tightfit.planning.describe import describe_method, name_method
+from tightfit.planning.describe import count_examples, describe_method, name_method
 from tightfit.planning.space import Layout
 
 if TYPE_CHECKING:
@@ -86,6 +86,17 @@ LEVERS: tuple[Lever, ...] = (
     # A trace cannot follow it. What compiling takes before the first step counts by itself.
     Lever(
         "compiled layers", lambda s: s.compile, {"compile": False}, is_plain=False, handicap=1.05
+    ),
+    Lever(
+        "reference before training",
+        lambda s: s.precompute_reference,
+        {"precompute_reference": False},
+        is_plain=False,
+    ),
+    Lever(
+        "reference in each step",
+        lambda s: s.runs_reference,
+        {"precompute_reference": True},
     ),
     Lever("packing", lambda s: s.packing, {"packing": False}, is_plain=False),
     Lever(
@@ -183,16 +194,23 @@ def measure_seconds(
 ) -> float:
     """Seconds per epoch where the data is known, else per million real tokens.
 
-    With their share of what compiling takes before the first of `num_steps`.
+    With their share of what is done before the first of `num_steps`: compiling, and the reference
+    of every row. Of data that is not known one epoch is taken.
     """
     time = estimate.time
     if time.seconds_per_epoch is None:
         seconds = 1e6 / time.tokens_per_second if time.tokens_per_second > 0 else float("inf")
     else:
         seconds = time.seconds_per_epoch
-    if not num_steps or not time.seconds_per_step:
+    if not time.seconds_per_step:
         return seconds
-    return seconds * (1 + time.compile_seconds / (num_steps * time.seconds_per_step))
+    before = 0.0
+    num_epochs = 1.0
+    if num_steps:
+        before = time.compile_seconds / num_steps
+        num_epochs = num_steps / (time.steps_per_epoch or num_steps)
+    before += time.reference_seconds_per_step / num_epochs
+    return seconds * (1 + before / time.seconds_per_step)
 
 
 def handicap_of(strategy: Strategy) -> float:
@@ -234,7 +252,7 @@ def rank_estimate(
     estimate: Estimate | EstimateSummary,
     *,
     overshoot: float,
-    num_steps: float | None,
+    num_steps: float | None = None,
 ) -> tuple[float, ...]:
     """Smaller is better. `fits` before `tight`, then handicapped time, headroom, simplicity.
 
@@ -291,7 +309,8 @@ def _reason(plan: Plan, best: Plan) -> str:
     if is_tighter and plan.estimate.verdict is Verdict.TIGHT:
         return "it is tight: what fits with room comes first"
     if plan.effective_batch > best.effective_batch:
-        return f"it takes {plan.effective_batch:,} sequences a step, more than were asked for"
+        taken = count_examples(plan.strategy, plan.effective_batch)
+        return f"it takes {taken} a step, more than were asked for"
     if handicap_total(plan.strategy) <= handicap_total(best.strategy):
         return "it leaves less room or needs more levers"
     return next(_prices(plan.strategy, best.strategy), "it asks for more than its speed is worth")

@@ -15,7 +15,7 @@ from tightfit.estimation.activations import can_fuse_head_and_loss
 from tightfit.estimation.result import Estimate, Verdict
 from tightfit.hardware.rates import measured_update_seconds
 from tightfit.hardware.types import Cluster, NodeGroup
-from tightfit.planning.describe import name_method
+from tightfit.planning.describe import count_examples, name_example, name_method
 from tightfit.planning.filter import (
     KnownOutcome,
     Shortfall,
@@ -329,7 +329,11 @@ def _make_plan(
     effects = list(measure_levers(found, candidate)) if is_explained else []
     why = [effect.sentence for effect in effects]
     if is_explained:
-        why += [*_explain_batch(request, candidate), *_explain_nodes(candidate)]
+        why += [
+            *_explain_reference(estimate),
+            *_explain_batch(request, candidate),
+            *_explain_nodes(candidate),
+        ]
     return Plan(
         tightfit_version=__version__,
         model=request.spec,
@@ -437,15 +441,31 @@ def warn_of_slow_settings(fixed: Collection[str], effects: Sequence[LeverEffect]
             )
 
 
+def _explain_reference(estimate: Estimate) -> Iterator[str]:
+    """What the tokens per second of a plan leave out."""
+    time = estimate.time
+    each = time.reference_seconds_per_step
+    if each and time.steps_per_epoch:
+        before = render_seconds(each * time.steps_per_epoch)
+        yield f"the reference takes {before} before the first step, which the tokens/s leave out"
+    elif each:
+        share = each / time.seconds_per_step
+        yield (
+            f"the reference takes {share:.2f} times an epoch's steps before the first one, which "
+            "the tokens/s leave out"
+        )
+
+
 def _explain_batch(request: JobRequest, candidate: Candidate) -> Iterator[str]:
     s, wanted = candidate.strategy, request.effective_batch
     got = s.micro_batch * s.grad_accum * s.world_size
     if got > wanted:
-        yield f"{s.world_size} GPUs take a sequence each at least: {got} per step, not {wanted}"
+        one = name_example(s)
+        yield f"{s.world_size} GPUs take a {one} each at least: {got} per step, not {wanted}"
     elif got < wanted:
         gpus = "1 GPU" if s.world_size == 1 else f"{s.world_size} GPUs"
         made_of = f"{gpus} x micro-batch {s.micro_batch} x {s.grad_accum}"
-        yield f"{got} sequences per step, not {wanted}: {made_of}"
+        yield f"{count_examples(s, got)} per step, not {wanted}: {made_of}"
 
 
 def _explain_nodes(candidate: Candidate) -> Iterator[str]:

@@ -7,14 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-
-def count_chunk_tokens(num_tokens: int, *, hidden_size: int, vocab_size: int, factor: int) -> int:
-    """Tokens whose logits exist at a time: about as many values as the hidden states of all.
-
-    Liger's rule for its fused loss, times `factor` (`loss_chunk_factor`).
-    """
-    share = -(-num_tokens // -(-vocab_size // hidden_size))
-    return max(1, 1 << (share - 1).bit_length()) * factor
+from tightfit.estimation.activations import count_chunk_tokens
 
 
 def fused_log_probs(
@@ -32,7 +25,7 @@ def fused_log_probs(
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     chunk = count_chunk_tokens(
-        max(1, len(hidden)),
+        tokens=max(1, len(hidden)),
         hidden_size=weight.shape[1],
         vocab_size=weight.shape[0],
         factor=factor,
@@ -96,6 +89,7 @@ class _FusedLogProbs(torch.autograd.Function):
                 grad_weight.addmm_(grad.t(), hidden[part])
             if grad_bias is not None:
                 grad_bias += grad.sum(0)
+            del grad  # before the next chunk's logits
         return grad_hidden, grad_weight, grad_bias, None, None
 
 

@@ -179,6 +179,30 @@ CASES: dict[str, tuple[Callable[[], Case], Callable[[], Case]]] = {
         lambda: _case({"router_loss_weight": 0.01, "trainer": "trl@1.16"}, model="Mixtral-8x7B"),
         lambda: _case({"trainer": "trl@1.16"}, model="Mixtral-8x7B"),
     ),
+    "objective-method": (
+        lambda: _case({"objective": "kto", "method": "load"}),
+        lambda: _case({"method": "load"}),
+    ),
+    "objective-family": (
+        lambda: _case({"objective": "dpo"}, model="t5-base"),
+        lambda: _case({"objective": "dpo"}),
+    ),
+    "objective-loss": (
+        lambda: _case({"objective": "orpo", "loss": "kernel"}),
+        lambda: _case({"objective": "orpo", "loss": "fused"}),
+    ),
+    "objective-zero3": (
+        lambda: _case({"objective": "dpo", "sharding": "zero3"}),
+        lambda: _case({"objective": "dpo", "sharding": "zero3", "precompute_reference": True}),
+    ),
+    "reference-copy-sharded": (
+        lambda: _case({"objective": "ipo", "method": "full", "sharding": "zero2"}),
+        lambda: _case({"objective": "ipo", "method": "full", "sharding": "ddp"}),
+    ),
+    "reference-objective": (
+        lambda: _case({"objective": "simpo", "precompute_reference": True}),
+        lambda: _case({"objective": "kto", "precompute_reference": True}),
+    ),
     "new-tokens-encoder": (
         lambda: _case({"add_tokens": ("<a>",)}, model="t5-base"),
         lambda: _case({"add_tokens": ("<a>",)}),
