@@ -43,13 +43,7 @@ def list_contestants(job: Job, *, device: str) -> list[Contestant]:
     if job.memory_limit:
         return [Contestant(name="tightfit", kind="tightfit")]
     if job.objective != "sft":
-        best = _both(liger=device != "cpu", precompute=True, micro_batch=job.micro_batch)
-        default = (Switches(micro_batch=job.micro_batch),)
-        return [
-            Contestant(name="trl-default", kind="trl", attempts=default),
-            Contestant(name="trl-best", kind="trl", attempts=best),
-            Contestant(name="tightfit", kind="tightfit"),
-        ]
+        return _with_reference(job, device)
     default = (Switches(micro_batch=job.micro_batch, attention=job.attentions[-1]),)
     found = [
         Contestant(name="trl-default", kind="trl", attempts=default),
@@ -72,6 +66,21 @@ def list_contestants(job: Job, *, device: str) -> list[Contestant]:
         )
         found.append(Contestant(name="torchtune", kind="torchtune", attempts=torchtune))
     return [*found, Contestant(name="unsloth", kind="unsloth", attempts=_unsloth(job))]
+
+
+def _with_reference(job: Job, device: str) -> list[Contestant]:
+    """The reference in each step, and its log-probabilities before the first, which no step's time
+    counts: each trl beside ours of the same work."""
+    switches: dict[str, Any] = {"liger": device != "cpu", "micro_batch": job.micro_batch}
+    before = _both(precompute=True, **switches)
+    return [
+        Contestant(name="trl-best", kind="trl", attempts=_both(**switches)),
+        Contestant(name="tightfit", kind="tightfit"),
+        Contestant(name="trl-precomputed", kind="trl", attempts=before),
+        Contestant(
+            name="tightfit-precomputed", kind="tightfit", asked={"precompute_reference": True}
+        ),
+    ]
 
 
 def _both(**switches: Any) -> tuple[Switches, ...]:
