@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tightfit.core.errors import InvalidInputError, SetupError, UserError, first_line
-from tightfit.core.files import atomic_folder, cache_folder, remove_stale_partials, write_atomic
+from tightfit.core.files import atomic_folder, cache_folder, write_atomic
 from tightfit.core.reading import read_bytes
 from tightfit.core.settings import MAX_SEQ_LEN, TrainOn
 from tightfit.core.strategy import DataSource
@@ -375,7 +375,6 @@ def _mix(values: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:
 # Encodings kept by content: found again, or written whole under a name of their own first.
 
 REPORT_FILE = "report.json"
-_STALE_SECONDS = 2 * 24 * 3600
 
 
 def find_encoding(home: Path) -> EncodedDataset | None:
@@ -397,7 +396,6 @@ def new_encoding(home: Path) -> Iterator[Path]:
         with atomic_folder(
             home, is_shared=True, is_whole=lambda path: find_encoding(path) is not None
         ) as folder:
-            remove_stale_partials(home.parent, age_seconds=_STALE_SECONDS)
             yield folder
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
