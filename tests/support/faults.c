@@ -30,7 +30,7 @@ struct faults {
     int64_t clock_ahead_s; /* of the real-time clock */
     int64_t stopped;       /* process id of who waits, or how many have failed */
 };
-enum kind { WRITE = 1, SYNC = 2, RENAME = 4, OPEN = 8, OTHER = 16 };
+enum kind { WRITE = 1, SYNC = 2, RENAME = 4, OPEN = 8, MAKE = 16, REMOVE = 32 };
 
 static struct faults *faults;
 static char folder[PATH_MAX];
@@ -125,10 +125,10 @@ ON_FILE(int, ftruncate, WRITE, (int file, off_t size), file, size)
 ON_FILE(int, ftruncate64, WRITE, (int file, off64_t size), file, size)
 ON_PATH(rename, RENAME, AT_FDCWD, (const char *path, const char *to), path, to)
 ON_PATH(renameat, RENAME, at, (int at, const char *path, int to_at, const char *to), at, path, to_at, to)
-ON_PATH(mkdir, OTHER, AT_FDCWD, (const char *path, mode_t mode), path, mode)
-ON_PATH(unlink, OTHER, AT_FDCWD, (const char *path), path)
-ON_PATH(unlinkat, OTHER, at, (int at, const char *path, int flags), at, path, flags)
-ON_PATH(rmdir, OTHER, AT_FDCWD, (const char *path), path)
+ON_PATH(mkdir, MAKE, AT_FDCWD, (const char *path, mode_t mode), path, mode)
+ON_PATH(unlink, REMOVE, AT_FDCWD, (const char *path), path)
+ON_PATH(unlinkat, REMOVE, at, (int at, const char *path, int flags), at, path, flags)
+ON_PATH(rmdir, REMOVE, AT_FDCWD, (const char *path), path)
 
 ssize_t sendfile(int file, int from, off_t *at, size_t size) {
     REAL(sendfile);
@@ -144,7 +144,7 @@ ssize_t copy_file_range(int from, off64_t *from_at, int file, off64_t *at, size_
 }
 int link(const char *from, const char *path) {
     REAL(link);
-    return path_fails(AT_FDCWD, path, RENAME) ? -1 : real(from, path);
+    return path_fails(AT_FDCWD, path, MAKE) ? -1 : real(from, path);
 }
 
 #define OPEN_FUNCTION(name, at, first_parameters, ...) \

@@ -26,7 +26,8 @@ class Kind(IntFlag):
     SYNC = 2
     RENAME = 4
     OPEN = 8
-    OTHER = 16
+    MAKE = 16
+    REMOVE = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,8 @@ class Faults:
             shared[:] = struct.pack("8q", *(numbers.get(name, 0) for name in _NUMBERS))
 
     def read(self, name: str) -> int:
-        return struct.unpack("8q", self.control.read_bytes())[_NUMBERS.index(name)]
+        numbers: tuple[int, ...] = struct.unpack("8q", self.control.read_bytes())
+        return numbers[_NUMBERS.index(name)]
 
 
 def make_faults(home: Path, folder: Path) -> Faults:

@@ -8,13 +8,15 @@ from dataclasses import dataclass
 from random import Random
 
 from faults import STOP
+from tightfit.core.errors import UsageError
 from tiny_jobs import PATIENCE_SECONDS, list_tree
 from verb_lab import POLL_SECONDS, Outcome, Running, Verb, VerbLab, is_gone, kill
 
+IS_THERE = "is there already"
 IGNORED = re.compile(r"tmp/torchinductor_\w+|run/log\.txt")
 """torch's own cache folder, which stays empty, and what is there where something was said."""
-_VARYING = re.compile(r"\d{10,}|(?<=local-)\w+-\d+-[0-9a-f]{6}")
-"""Times, and process ids with what makes them unique."""
+_VARYING = re.compile(r"[0-9a-f]{16,}|(?<=local-)\w+-\d+-[0-9a-f]{6}")
+"""Times, process ids with what makes them unique, and what a cache names by a file's time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +86,8 @@ def try_moment(lab: VerbLab, verb: Verb, undisturbed: Undisturbed, moment: Momen
     if not went_on or verb.is_server:
         last_outcome = lab.run(verb)
         problems += _check_words("again", last_outcome)
-        if last_outcome.code != 0:
+        is_there = last_outcome.code == UsageError.exit_code and IS_THERE in last_outcome.said
+        if last_outcome.code != 0 and not is_there:  # killed when the result had its name already
             problems.append(f"the same command ended with {last_outcome.code}")
     problems += compare(last_outcome, undisturbed.outcome)
     return Trial(

@@ -71,8 +71,11 @@ def atomic_file(target: Path) -> Iterator[Path]:
         sync(partial)
         partial.replace(target)
         _sync_folder(target.parent)
-    except BaseException:  # an interrupt must leave no litter either
-        partial.unlink(missing_ok=True)
+    except BaseException as error:  # an interrupt must leave no litter either
+        with suppress(OSError):
+            partial.unlink()
+        if isinstance(error, OSError):
+            raise _name_file(error, partial) from None
         raise
 
 
@@ -88,8 +91,7 @@ def atomic_folder(
     """
     partial = partial_path(target)
     if is_shared:
-        remove_abandoned(target.parent)
-        partial = target.with_name(f"{target.name}.{_own_ending()}{PARTIAL}")
+        partial = unique_partial(target)
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -127,6 +129,12 @@ def publish_folder(partial: Path, target: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
+def unique_partial(target: Path) -> Path:
+    """A temporary name beside `target` of this process's own; abandoned ones are removed."""
+    remove_abandoned(target.parent)
+    return target.with_name(f"{target.name}.{_own_ending()}{PARTIAL}")
+
+
 @contextmanager
 def temporary_folder(home: Path | None = None, *, name: str = "tightfit") -> Iterator[Path]:
     """A folder that only this user may enter, removed at the end; in `TMPDIR` without a `home`.
@@ -134,8 +142,7 @@ def temporary_folder(home: Path | None = None, *, name: str = "tightfit") -> Ite
     What killed processes have left there is removed first.
     """
     where = home or Path(tempfile.gettempdir())
-    remove_abandoned(where)
-    folder = where / f"{name}.{_own_ending()}{PARTIAL}"
+    folder = unique_partial(where / name)
     try:
         folder.mkdir(mode=0o700)
     except OSError as error:
@@ -147,6 +154,8 @@ def temporary_folder(home: Path | None = None, *, name: str = "tightfit") -> Ite
         ) from error
     try:
         yield folder
+    except OSError as error:
+        raise _name_file(error, folder) from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -301,6 +310,21 @@ def _cannot_write(path: Path, error: OSError, *, num_bytes: int | None = None) -
 
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FAILING = (errno.EROFS, errno.EIO)
+
+
+def find_write_error(error: BaseException) -> SetupError | None:
+    """What a disk that is full, read-only or failing did, wherever it showed; else None."""
+    if not isinstance(error, OSError) or error.errno not in (*_NO_ROOM, *_FAILING):
+        return None
+    return _cannot_write(Path(error.filename2 or error.filename or "."), error)
+
+
+def _name_file(error: OSError, path: Path) -> OSError:
+    """A write that failed does not know where to."""
+    if error.filename is None and error.errno is not None:
+        error.filename = str(path)
+    return error
 
 
 def describe_write_error(error: OSError, path: Path, *, num_bytes: int | None = None) -> str:

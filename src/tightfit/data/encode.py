@@ -4,7 +4,6 @@ content.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tightfit.core.errors import InvalidInputError, SetupError, UserError, first_line
-from tightfit.core.files import atomic_folder, cache_folder, write_atomic
+from tightfit.core.files import atomic_folder, cache_folder, describe_write_error, write_atomic
 from tightfit.core.reading import read_bytes
 from tightfit.core.settings import MAX_SEQ_LEN, TrainOn
 from tightfit.core.strategy import DataSource
@@ -398,14 +397,9 @@ def new_encoding(home: Path) -> Iterator[Path]:
         ) as folder:
             yield folder
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise SetupError(
-                f"The disk is full while writing encoded data under {home.parent}.",
-                remedy="free some space, or export TIGHTFIT_CACHE=/a/folder/with/space",
-            ) from error
         raise SetupError(
-            f"Cannot write encoded data under {home.parent}: {error.strerror or error}.",
-            remedy="export TIGHTFIT_CACHE=/a/folder/you/can/write",
+            f"Cannot write encoded data under {home.parent}: {describe_write_error(error, home)}.",
+            remedy="free some space, or export TIGHTFIT_CACHE=/a/folder/with/space",
         ) from error
 
 

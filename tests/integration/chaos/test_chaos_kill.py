@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from nursery import WORKER, Nursery
 
+from nursery import WORKER, Nursery
 from tiny_jobs import PATIENCE_SECONDS, Job, kill_tree, read_adapter, wait_for
 
 pytest_plugins = ("chaos_fixtures",)

@@ -54,6 +54,7 @@ from tightfit.core.errors import (
     UsageError,
 )
 from tightfit.core.files import (
+    describe_write_error,
     open_locked,
     read_holder,
     take_lock,
@@ -84,7 +85,7 @@ def lock_run(
         handle = open_locked(path, wait_seconds=wait_seconds, is_required=False)
     except OSError as error:
         raise SetupError(
-            f"Cannot write in {run.path}: {error.strerror or error}.",
+            f"Cannot write in {run.path}: {describe_write_error(error, path)}.",
             remedy="choose a folder that is writable: --output FOLDER",
         ) from error
     if handle is None:
