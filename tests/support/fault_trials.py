@@ -1,4 +1,4 @@
-"""A verb on a disk that fills up, fails, turns read-only or is slow, and under a clock that jumps."""
+"""A verb on a disk that is full, failing, read-only or slow, and under a clock that jumps."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Fault:
     error: int = 0
     lasts: bool = False
     """From the first operation to the end; otherwise that one operation alone."""
-    kinds: Kind = Kind(0)
-    """0: all."""
+    kinds: int = 0
+    """Bits of `Kind`; 0: all."""
     delay_us: int = 0
     clock_ahead_s: int = 0
 
@@ -60,7 +60,7 @@ def try_fault(
         first=operation if fault.error else 0,
         last=FOREVER if fault.lasts else operation,
         error=fault.error,
-        kinds=int(fault.kinds),
+        kinds=fault.kinds,
         delay_us=fault.delay_us,
     )
     running = lab.start(verb)

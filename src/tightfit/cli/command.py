@@ -288,13 +288,17 @@ def _run(words: list[str], *, as_json: bool) -> int:
             raise PipeClosedError from None
         raise
     except UnexpectedOSError as error:
-        cause = error.__cause__ or error
-        if (found := find_write_error(cause)) is not None:
-            return report_error(found, as_json=as_json)
-        return report_bug(cause, argv=words, as_json=as_json)
+        return _report_os_error(error.__cause__ or error, words, as_json=as_json)
     except Exception as error:
         return report_bug(error, argv=words, as_json=as_json)
     return code if isinstance(code, int) else 0
+
+
+def _report_os_error(error: BaseException, words: list[str], *, as_json: bool) -> int:
+    found = find_write_error(error)
+    if found is None:
+        return report_bug(error, argv=words, as_json=as_json)
+    return report_error(found, as_json=as_json)
 
 
 def _report_parser_error(error: BaseException, *, as_json: bool) -> int:

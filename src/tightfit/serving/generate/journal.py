@@ -108,7 +108,10 @@ class Journal:
 
     def sync(self) -> None:
         """Flush what was written so far to the disk."""
-        os.fsync(self._handle)
+        try:
+            os.fsync(self._handle)
+        except OSError as error:
+            raise _cannot_write(self.path, error) from error
         self._unsynced, self._synced_s = 0, time.monotonic()
 
     def rows(self) -> Iterator[bytes]:
