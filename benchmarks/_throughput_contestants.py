@@ -18,6 +18,8 @@ class Switches:
     packing: bool = False
     grouped: bool = False
     """Rows of like length in one batch."""
+    precompute: bool = False
+    """The reference's log-probabilities, before the first step."""
     bf16_adapters: bool = False
     """trl keeps adapters in fp32; a PeftModel made by hand can have them in bf16."""
     attention: str = "sdpa"
@@ -38,6 +40,16 @@ class Contestant:
 
 def list_contestants(job: Job, *, device: str) -> list[Contestant]:
     """In the order in which they run: those that every job is judged by come first."""
+    if job.memory_limit:
+        return [Contestant(name="tightfit", kind="tightfit")]
+    if job.objective != "sft":
+        best = _both(liger=device != "cpu", precompute=True, micro_batch=job.micro_batch)
+        default = (Switches(micro_batch=job.micro_batch),)
+        return [
+            Contestant(name="trl-default", kind="trl", attempts=default),
+            Contestant(name="trl-best", kind="trl", attempts=best),
+            Contestant(name="tightfit", kind="tightfit"),
+        ]
     default = (Switches(micro_batch=job.micro_batch, attention=job.attentions[-1]),)
     found = [
         Contestant(name="trl-default", kind="trl", attempts=default),

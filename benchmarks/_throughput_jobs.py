@@ -25,6 +25,8 @@ NUM_WARM_UP = 5
 END = 2
 """The end token's number in the tokenizer that `write_model` writes; words start at 4."""
 FIRST_WORD = 4
+MARKS = 8
+"""Tokens left for the marks of a chat template around a turn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +44,10 @@ class Job:
     """Rows with the lengths of real instruction data, in place of full ones."""
     attentions: tuple[str, ...] = ("sdpa",)
     """transformers' that trl tries in turn, fastest first."""
+    memory_limit: str = ""
+    """What tightfit may take of the card; the other trainers have no such limit."""
+    objective: str = "sft"
+    """`dpo`: rows are pairs of answers to one prompt, which takes half of their tokens."""
 
     @property
     def has_adapters(self) -> bool:
@@ -85,6 +91,7 @@ def _job(
     num_rows: int = 4,
     seq_len: int = 2048,
     attentions: tuple[str, ...] = ("sdpa",),
+    memory_limit: str = "",
 ) -> Job:
     return Job(
         name=f"{model.rpartition('--')[2]}-{method}",
@@ -94,6 +101,7 @@ def _job(
         micro_batch=num_rows,
         seq_len=seq_len,
         attentions=attentions,
+        memory_limit=memory_limit,
     )
 
 
@@ -126,10 +134,23 @@ FAMILIES = {
         _lora("LiquidAI--LFM2-1.2B", num_rows=16),
         _job("microsoft--Phi-3-mini-4k-instruct", "full", 4, 2048),
         _job("EleutherAI--pythia-1.4b", "full", 16, 2048),
+        _job("openai--gpt-oss-20b", "qlora", 1, attentions=FLEX, memory_limit="16GiB"),
+        _job("Qwen--Qwen3-30B-A3B", "qlora", 1, memory_limit="24GiB"),
     )
 }
 """One or two models of a family, in the order in which they matter."""
-JOBS = LLAMAS | FAMILIES
+PREFERENCES = {
+    "7b-dpo": Job(
+        name="7b-dpo",
+        model=LLAMA_2,
+        method="lora",
+        num_rows=4,
+        micro_batch=4,
+        seq_len=1024,
+        objective="dpo",
+    )
+}
+JOBS = LLAMAS | FAMILIES | PREFERENCES
 TINY = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -179,9 +200,32 @@ def _lengths(job: Job, num_steps: int, chance: random.Random) -> Iterator[int]:
     return islice(cycle(lengths), len(lengths))
 
 
-def write_text(rows: list[list[int]], path: Path) -> None:
+def write_rows(rows: list[list[int]], path: Path, *, objective: str) -> None:
     """The rows as words, of which the tokenizer makes the same numbers again."""
-    with path.open("w") as stream:
-        for row in rows:
-            words = " ".join(f"w{token - FIRST_WORD}" for token in row[:-1])
-            stream.write(json.dumps({"text": words}) + "\n")
+    documents = make_pairs(rows) if objective == "dpo" else [{"text": to_words(r)} for r in rows]
+    path.write_text("".join(json.dumps(document) + "\n" for document in documents))
+
+
+def to_words(row: list[int]) -> str:
+    return " ".join(f"w{token - FIRST_WORD}" for token in row if token != END)
+
+
+def make_pairs(rows: list[list[int]]) -> list[dict[str, list[dict[str, str]]]]:
+    """Half of a row is the prompt, the other half and the next row's are the answers."""
+    pairs = []
+    for row, other in zip(rows, rows[1:] + rows[:1], strict=True):
+        middle = len(row) // 2
+        texts = {
+            "prompt": row[: middle - MARKS],
+            "chosen": row[middle:-MARKS],
+            "rejected": other[middle:-MARKS],
+        }
+        pairs.append(
+            {
+                name: [
+                    {"role": "user" if name == "prompt" else "assistant", "content": to_words(text)}
+                ]
+                for name, text in texts.items()
+            }
+        )
+    return pairs

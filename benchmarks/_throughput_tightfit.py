@@ -33,13 +33,16 @@ def make_recipe(
         "random_weights": True,
         "output": str(run),
     }
+    if job.objective != "sft":
+        recipe |= {"objective": job.objective, "template": "plain"}
     if job.has_adapters:
         recipe["lora"] = {"rank": LORA_RANK, "alpha": LORA_ALPHA, "targets": ["all-linear"]}
     return recipe
 
 
-def train_command(recipe: Path) -> list[str]:
-    return [sys.executable, "-m", "tightfit", "train", str(recipe), "--json"]
+def train_command(recipe: Path, job: Job) -> list[str]:
+    limit = ["--memory-limit", job.memory_limit] if job.memory_limit else []
+    return [sys.executable, "-m", "tightfit", "train", str(recipe), "--json", *limit]
 
 
 def read_run(run: Path, *, device: str) -> dict[str, Any]:
@@ -60,6 +63,8 @@ def read_run(run: Path, *, device: str) -> dict[str, Any]:
     return found | {
         "plan": report["strategy"],
         "plan_changes": report["plan_changes"],
+        "mfu_fraction": report["mfu_fraction"],
+        "tier": plan["estimate"]["time"]["tier"],
         "switches": plan["strategy"],
         "predicted_seconds": plan["estimate"]["time"]["seconds_per_step"],
         "compared": report["compared"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from _throughput_jobs import (
     NUM_WARM_UP,
     SEED,
     Job,
+    make_pairs,
 )
 from _throughput_model import cast_adapters, draw_base
 
@@ -32,7 +34,7 @@ def lora_config() -> Any:
     )
 
 
-def sft_arguments(
+def make_arguments(
     job: Job, switches: Switches, *, device: str, num_steps: int, folder: str
 ) -> dict[str, Any]:
     """Settings common to all variants: learning rate, order, steps and log; nothing is saved."""
@@ -61,6 +63,8 @@ def sft_arguments(
         wanted["use_liger_kernel"] = True
     if switches.compile:
         wanted["torch_compile"] = True
+    if switches.precompute:
+        wanted["precompute_ref_log_probs"] = True
     if switches.packing:
         wanted |= {"packing": True, "packing_strategy": "bfd"}
     return wanted
@@ -76,7 +80,7 @@ def run_trl(
     num_steps: int,
 ) -> dict[str, Any]:
     from transformers import AutoTokenizer
-    from trl import SFTConfig
+    from trl import DPOConfig, SFTConfig
 
     model = draw_base(job, folder, device=device, attention=switches.attention)
     adapters = lora_config() if job.has_adapters else None
@@ -86,36 +90,40 @@ def run_trl(
         model = cast_adapters(get_peft_model(model, adapters, autocast_adapter_dtype=False))
         adapters = None
     with tempfile.TemporaryDirectory() as scratch:
-        arguments = sft_arguments(job, switches, device=device, num_steps=num_steps, folder=scratch)
+        wanted = make_arguments(job, switches, device=device, num_steps=num_steps, folder=scratch)
         return train_and_time(
-            SFTConfig(**arguments),
+            DPOConfig(**wanted) if job.objective == "dpo" else SFTConfig(**wanted),
             model=model,
             peft_config=adapters,
             tokenizer=AutoTokenizer.from_pretrained(folder),
-            rows=rows,
+            data=make_data(job, rows),
             clock=Clock(device=device, num_warm_up=NUM_WARM_UP, num_steps=num_steps),
         )
 
 
+def make_data(job: Job, rows: list[list[int]]) -> Any:
+    from datasets import Dataset
+
+    if job.objective == "dpo":
+        return Dataset.from_list(make_pairs(rows))
+    return Dataset.from_dict({"input_ids": rows})
+
+
 def train_and_time(
-    arguments: Any,
-    *,
-    model: Any,
-    peft_config: Any,
-    tokenizer: Any,
-    rows: list[list[int]],
-    clock: Clock,
+    arguments: Any, *, model: Any, peft_config: Any, tokenizer: Any, data: Any, clock: Clock
 ) -> dict[str, Any]:
     """One `train()`, watched by a callback and a count of the tokens that carry loss."""
-    from datasets import Dataset
     from transformers import TrainerCallback
-    from trl import SFTTrainer
+    from trl import DPOTrainer, SFTTrainer
 
     counts: list[Any] = []
+    is_dpo = "chosen" in data.column_names
+    trainer_class: Any = DPOTrainer if is_dpo else SFTTrainer
 
-    class Counting(SFTTrainer):  # type: ignore[misc]
+    class Counting(trainer_class):  # type: ignore[misc]
         def training_step(self, model: Any, inputs: Any, *more: Any, **named: Any) -> Any:
-            counts.append((inputs["labels"][:, 1:] != -100).sum())  # read at the end: no wait here
+            learnt = inputs["completion_mask"] if is_dpo else inputs["labels"][:, 1:] != -100
+            counts.append(learnt.sum())  # read at the end: no wait here
             return super().training_step(model, inputs, *more, **named)
 
     class Ticking(TrainerCallback):
@@ -126,10 +134,13 @@ def train_and_time(
             if "loss" in named["logs"]:
                 clock.losses.append(float(named["logs"]["loss"]))
 
+    if is_dpo:
+        templates = files("tightfit.catalogue") / "templates"
+        tokenizer.chat_template = (templates / "plain.jinja").read_text()
     trainer = Counting(
         model=model,
         args=arguments,
-        train_dataset=Dataset.from_dict({"input_ids": rows}),
+        train_dataset=data,
         processing_class=tokenizer,
         peft_config=peft_config,
         callbacks=[Ticking()],

@@ -38,13 +38,13 @@ def run_unsloth(
         fast_model = import_module("unsloth").FastLanguageModel  # before trl, which it patches
         from trl import SFTConfig
 
-        from _throughput_trl import sft_arguments, train_and_time
+        from _throughput_trl import make_arguments, make_data, train_and_time
 
         written = scratch / "weights"
         _write_weights(job, folder, written, device)
         model, tokenizer = _load(fast_model, job, switches, written)
         shutil.rmtree(written)
-        arguments = sft_arguments(
+        arguments = make_arguments(
             job, switches, device=device, num_steps=num_steps, folder=str(scratch / "out")
         )
         return train_and_time(
@@ -52,7 +52,7 @@ def run_unsloth(
             model=model,
             peft_config=None,
             tokenizer=tokenizer,
-            rows=rows,
+            data=make_data(job, rows),
             clock=Clock(device=device, num_warm_up=NUM_WARM_UP, num_steps=num_steps),
         )
 

@@ -1,10 +1,12 @@
-"""The planner's first plan of many families on one H200, as `tightfit bench` measured it.
+"""First plans of many families on one H200, beside trl with the best of its switches.
 
-    python benchmarks/h200_families.py --run FOLDER       # on the GPU: a report per job in FOLDER
-    python benchmarks/h200_families.py --collect FOLDER   # from reports to the result file
-    python benchmarks/h200_families.py                    # the table of docs/speed.md
+    python benchmarks/measure_throughput.py --plan-first --fork --steps 8 \\
+        --contestants tightfit,trl-best --only NAMES --out FILE    # on the GPU
+    python benchmarks/h200_families.py --collect FILE    # what was measured, into the result file
+    python benchmarks/h200_families.py                   # the tables of docs/speed.md
+    python benchmarks/h200_families.py --check           # fails if the result is not what it says
 
-Weights are drawn. A report that is in FOLDER already is not measured again.
+Weights are drawn. Errors are of what the plan predicted without a calibration, too high above zero.
 """
 
 from __future__ import annotations
@@ -12,122 +14,140 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from _provenance import write_result
+from _throughput_jobs import FAMILIES
+from h200_throughput import LOSS_TOLERANCE
 from tightfit.core.units import GIB
 
 RESULT = Path(__file__).parent / "results" / "h200_families.json"
-HARDWARE = "H200-SXM"
+OURS, PEER = "tightfit", "trl-best"
+ALLOCATED, SECONDS = "GPU memory, allocated", "time per step"
+VERSIONS = ("torch", "triton", "transformers", "peft", "trl", "liger-kernel", "bitsandbytes")
+
+Row = dict[str, Any]
 
 
-class Job(NamedTuple):
-    """What is planned and measured."""
-
-    model: str
-    method: str
-    num_rows: int
-    seq_len: int
-
-
-JOBS = {
-    "gptoss": Job("gpt-oss-20b", "lora", 4, 2048),
-    "qwen3moe": Job("Qwen3-30B-A3B", "lora", 4, 2048),
-    "gemma2": Job("gemma-2-2b", "lora", 8, 2048),
-    "gemma3": Job("gemma-3-4b-it", "lora", 4, 2048),
-    "mistral8k": Job("Mistral-7B-v0.1", "lora", 2, 8192),
-    "qwen34": Job("Qwen3-4B", "lora", 4, 4096),
-    "falcon": Job("falcon-7b", "lora", 4, 2048),
-    "phi2": Job("phi-2", "lora", 8, 2048),
-    "phi3": Job("Phi-3-mini-4k-instruct", "full", 4, 2048),
-    "bloom": Job("bloom-1b7", "full", 8, 1024),
-    "pythia": Job("pythia-1.4b", "full", 16, 2048),
-}
-
-
-def run(folder: Path) -> int:
-    """Measure what has no report yet; the number of jobs that failed."""
-    folder.mkdir(parents=True, exist_ok=True)
-    num_failed = 0
-    for name, job in JOBS.items():
-        report, plan = folder / f"{name}.json", folder / f"{name}.plan.json"
-        if report.is_file():
-            continue
-        tightfit = [sys.executable, "-m", "tightfit"]
-        sizes = ["--seq-len", str(job.seq_len), "--effective-batch", str(job.num_rows)]
-        fixed = ["--set", "weights=bf16"] if job.method == "full" else []
-        words = ["--method", job.method, *sizes, *fixed, "--on", HARDWARE, "--save", str(plan)]
-        planned = subprocess.run([*tightfit, "plan", job.model, *words], check=False)
-        steps = ["--random-weights", "--steps", "6", "--warm-up", "3", "--out", str(report)]
-        done = planned.returncode or subprocess.call([*tightfit, "bench", str(plan), *steps])
-        num_failed += done != 0
-    return num_failed
-
-
-def read_report(name: str, path: Path) -> dict[str, Any]:
-    """One row of the result, from a report of `tightfit bench`."""
-    report = json.loads(path.read_text())
-    [trial] = report["trials"]
-    errors = {row["name"]: row["error_percent"] / 100 for row in trial["compared"]}
-    values = {row["name"]: row["measured"] for row in trial["compared"]}
-    return {
-        **JOBS[name]._asdict(),
-        "date": report["date"],
-        "hardware": report["hardware"],
-        "plan": trial["description"],
-        "tier": trial["tier"],
-        "tokens_per_second": round(trial["measured"]["tokens_per_second"]),
-        "mfu_fraction": round(trial["measured"]["mfu_fraction"], 4),
-        "allocated_bytes": values["GPU memory, allocated"],
-        "allocated_error": round(errors["GPU memory, allocated"], 4),
-        "reserved_error": round(errors["GPU memory, reserved"], 4),
-        "seconds_error": round(errors["time per step"], 4),
+def read_job(job: Row) -> Row | None:
+    """One row of the result; None where tightfit was not measured."""
+    ours, peer = (job["contestants"].get(name, {}) for name in (OURS, PEER))
+    if "tokens_per_second" not in ours:
+        return None
+    errors = {row["name"]: row["error_percent"] / 100 for row in ours["compared"]}
+    row = {
+        name: job["job"][name]
+        for name in ("model", "method", "num_rows", "seq_len", "memory_limit")
     }
+    row |= {
+        "date": ours["about"]["date"],
+        "versions": {name: ours["about"].get(name, "") for name in VERSIONS},
+        "plan": ours["plan"],
+        "plan_changes": ours["plan_changes"],
+        "tier": ours["tier"],
+        "tokens_per_second": round(ours["tokens_per_second"]),
+        "mfu_fraction": round(ours["mfu_fraction"], 4),
+        "allocated_bytes": ours["peak_allocated_bytes"],
+        "reserved_bytes": ours["peak_reserved_bytes"],
+        "allocated_error": round(errors[ALLOCATED], 4),
+        "seconds_error": round(errors[SECONDS], 4),
+        "first_losses": ours["first_losses"],
+    }
+    if "tokens_per_second" in peer:
+        row["trl"] = {
+            "date": peer["about"]["date"],
+            "tokens_per_second": round(peer["tokens_per_second"]),
+            "allocated_bytes": peer["peak_allocated_bytes"],
+            "switches": peer["switches"],
+            "tried": [tried["fault"].partition("\n")[0][:160] for tried in peer["tried"]],
+            "first_losses": peer["first_losses"],
+        }
+        row["to_trl"] = round(ours["tokens_per_second"] / peer["tokens_per_second"], 3)
+    elif "fault" in peer:
+        row["trl_fault"] = peer["fault"].partition("\n")[0][:200]
+    return row
 
 
-def collect(folder: Path) -> None:
-    reports = {name: folder / f"{name}.json" for name in JOBS}
-    rows = [read_report(name, path) for name, path in reports.items() if path.is_file()]
+def summarise(rows: list[Row]) -> Row:
     traced = [abs(row["allocated_error"]) for row in rows if row["tier"] == "traced"]
-    total = {
+    ratios = {f"{row['model']} {row['method']}": row["to_trl"] for row in rows if "to_trl" in row}
+    return {
         "jobs": len(rows),
+        "first_plans_that_ran": sum(not row["plan_changes"] for row in rows),
+        "compared_with_trl": len(ratios),
+        "least_ratio": min(ratios.values()),
+        "median_ratio": round(statistics.median(ratios.values()), 3),
         "traced": len(traced),
         "worst_traced_allocated_error": max(traced),
         "median_seconds_error": statistics.median(abs(row["seconds_error"]) for row in rows),
+        "worst_seconds_error": max(abs(row["seconds_error"]) for row in rows),
     }
-    write_result(RESULT, "benchmarks/h200_families.py", total=total, rows=rows)
 
 
-def render(rows: list[dict[str, Any]]) -> str:
+def collect(file: Path) -> None:
+    """Jobs measured anew replace their rows of before."""
+    jobs = json.loads(file.read_text())["jobs"]
+    known = {} if not RESULT.exists() else json.loads(RESULT.read_text())["measured"]
+    known |= {name: row for name, job in jobs.items() if (row := read_job(job)) is not None}
+    measured = {name: known[name] for name in FAMILIES if name in known}
+    total = summarise(list(measured.values()))
+    write_result(RESULT, "benchmarks/h200_families.py", total=total, measured=measured)
+
+
+def list_strange(measured: dict[str, Row]) -> list[str]:
+    """Jobs of which trl's first loss is another: it trains something else."""
+    found = {
+        name: (row["first_losses"][0], row["trl"]["first_losses"][0])
+        for name, row in measured.items()
+        if "trl" in row
+    }
+    return [name for name, (ours, peer) in found.items() if abs(ours / peer - 1) > LOSS_TOLERANCE]
+
+
+def describe_plan(row: Row) -> str:
+    """What is more than a plain step."""
+    words = row["plan"].split(", ")[3:]
+    return ", ".join(word for word in words if word != "sdpa attention") or "plain"
+
+
+def render(rows: list[Row]) -> str:
     """As docs/speed.md has it."""
-    lines = [
-        "| job | first plan | tokens/s | MFU | memory | predicted memory, time |",
-        "|---|---|---|---|---|---|",
-    ]
+    head = ("job", "first plan", "TRL best", "tightfit", "to best", "MFU", "memory")
+    lines = [f"| {' | '.join((*head, 'predicted memory, time'))} |", "|---" * 8 + "|"]
     for row in rows:
-        plan = ", ".join(row["plan"].split(", ")[5:]) or "plain"
-        name = f"{row['model']} {row['method']}, {row['num_rows']} x {row['seq_len']:,}"
+        name = f"{row['model'].rpartition('--')[2]} {row['method']}"
+        name += f", {row['num_rows']} x {row['seq_len']:,}"
+        if row["memory_limit"]:
+            name += f", in {row['memory_limit'].replace('GiB', ' GiB')}"
+        peer, ratio = "", ""
+        if "trl" in row:
+            peer, ratio = f"{row['trl']['tokens_per_second']:,}", f"{row['to_trl']:.2f}x"
+        elif "trl_fault" in row:
+            peer = "does not run"
         memory = f"{row['allocated_bytes'] / GIB:.1f} GiB"
         errors = f"{row['allocated_error']:+.1%}, {row['seconds_error']:+.1%}"
         speed, mfu = f"{row['tokens_per_second']:,}", f"{row['mfu_fraction']:.2f}"
-        lines.append(f"| {name} | {plan} | {speed} | {mfu} | {memory} | {errors} |")
+        cells = (name, describe_plan(row), peer, speed, ratio, mfu, memory, errors)
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--run", type=Path, metavar="FOLDER", help="measure on this GPU")
-    parser.add_argument("--collect", type=Path, metavar="FOLDER", help="write the result file")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--collect", type=Path, metavar="FILE", help="of measure_throughput.py")
+    parser.add_argument("--check", action="store_true", help="the total is that of the rows")
     arguments = parser.parse_args()
-    if arguments.run is not None:
-        return run(arguments.run)
     if arguments.collect is not None:
         collect(arguments.collect)
-    print(render(json.loads(RESULT.read_text())["rows"]))
-    return 0
+    result = json.loads(RESULT.read_text())
+    measured = result["measured"]
+    strange = [f"error: trl trains something else in {name}" for name in list_strange(measured)]
+    if arguments.check and summarise(list(measured.values())) != result["total"]:
+        strange.append("error: the total is not that of the rows")
+    print("\n".join([render(list(measured.values())), *strange]))
+    return 1 if strange else 0
 
 
 if __name__ == "__main__":

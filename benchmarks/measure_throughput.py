@@ -8,7 +8,8 @@ Needs trl, datasets and liger-kernel for trl's rows, bitsandbytes for QLoRA, tor
 for their own; `--path trl=FOLDER` names where unpacked wheels lie, for that kind of contestant
 alone. Each attempt is a fresh process with a time limit; what stops it is its result. Weights are
 drawn on the card and tokens at random. The file is written after each contestant; jobs not asked
-for stay in it.
+for stay in it. On a card that is lent by the minute, `--plan-first` plans and traces all jobs at
+once on the host's cores, and `--fork` imports trl once for all of its attempts.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import os
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,9 +28,9 @@ from typing import Any
 from _limited import run_limited
 from _provenance import provenance
 from _throughput_contestants import Contestant, Switches, list_contestants
-from _throughput_jobs import JOBS, NUM_WARM_UP, TINY_LEN, Job, make_rows, write_folder, write_text
+from _throughput_jobs import JOBS, NUM_WARM_UP, TINY_LEN, Job, make_rows, write_folder, write_rows
 from _throughput_tightfit import make_recipe, read_run, train_command
-from _throughput_worker import list_versions
+from _throughput_worker import import_trl, list_versions, run_forked
 from tightfit.core.files import write_atomic
 from tightfit.core.units import GIB
 
@@ -37,6 +39,9 @@ COMMAND = "benchmarks/measure_throughput.py"
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 LEAST_SECONDS = 30.0
 """With less time left, no further framework is started."""
+PLAN_SECONDS = 150
+PLANNERS = 12
+"""At a time: a trace takes one core and some GiB of the host."""
 
 
 class ContestantError(Exception):
@@ -53,6 +58,8 @@ class Setting:
     end: float
     """Of the whole call, on the monotonic clock."""
     paths: dict[str, str]
+    is_forked: bool
+    """trl's attempts are forks of this process, which has imported its libraries."""
     work: Path
 
     def remaining(self) -> float:
@@ -75,12 +82,13 @@ def run_attempt(
     setting: Setting, job: Job, contestant: Contestant, switches: Switches, name: str
 ) -> dict[str, Any]:
     """One peer with one set of switches."""
-    asked, answered = setting.work / f"{name}.json", setting.work / f"{name}.answer.json"
+    work = setting.work / job.name
+    asked, answered = work / f"{name}.json", work / f"{name}.answer.json"
     request = {
         "kind": contestant.kind,
         "job": asdict(job),
         "switches": asdict(switches),
-        "folder": str(setting.work / "model"),
+        "folder": str(work / "model"),
         "device": setting.device,
         "num_steps": setting.num_steps,
     }
@@ -89,9 +97,12 @@ def run_attempt(
     environment = make_environment(
         setting, contestant.kind, expandable=switches.expandable_segments
     )
-    log = setting.work / f"{name}.log"
-    command = [sys.executable, worker, str(asked), str(answered)]
-    code = run_limited(command, environment, setting.remaining(), log)
+    log = work / f"{name}.log"
+    if setting.is_forked and contestant.kind == "trl":
+        code = run_forked(asked, answered, environment, setting.remaining(), log)
+    else:
+        command = [sys.executable, worker, str(asked), str(answered)]
+        code = run_limited(command, environment, setting.remaining(), log)
     if not answered.exists():
         raise ContestantError(f"exit {code}: {log.read_text()[-600:]}")
     answer: dict[str, Any] = json.loads(answered.read_text())
@@ -116,24 +127,32 @@ def run_peer(setting: Setting, job: Job, contestant: Contestant) -> dict[str, An
     return {"fault": tried[-1]["fault"], "tried": tried}
 
 
-def run_tightfit(setting: Setting, job: Job, contestant: Contestant) -> dict[str, Any]:
-    """`tightfit train` on a recipe; planning is not timed, as building is not for the others."""
-    run, log = (setting.work / f"{contestant.name}{end}" for end in ("-run", ".log"))
+def write_recipe(setting: Setting, job: Job, contestant: Contestant) -> Path:
+    """The recipe; its run's folder lies beside it."""
+    work = setting.work / job.name
+    path = work / f"{contestant.name}-run.yaml"
     recipe = make_recipe(
         job,
-        folder=setting.work / "model",
-        data=setting.work / "rows.jsonl",
-        run=run,
+        folder=work / "model",
+        data=work / "rows.jsonl",
+        run=path.with_suffix(""),
         device=setting.device,
         num_steps=setting.num_steps,
     )
     if contestant.asked:
         recipe["strategy"] = contestant.asked
-    path = run.with_suffix(".yaml")
     path.write_text(json.dumps(recipe))
+    return path
+
+
+def run_tightfit(setting: Setting, job: Job, contestant: Contestant) -> dict[str, Any]:
+    """`tightfit train` on a recipe; planning is not timed, as building is not for the others."""
+    path = write_recipe(setting, job, contestant)
+    run, log = path.with_suffix(""), path.with_suffix(".log")
+    recipe = json.loads(path.read_text())
     environment = make_environment(setting, "tightfit", expandable=False)
     try:
-        code = run_limited(train_command(path), environment, setting.remaining(), log)
+        code = run_limited(train_command(path, job), environment, setting.remaining(), log)
         if code:
             raise ContestantError(f"exit {code}: {log.read_text()[-1500:]}")
     except (ContestantError, TimeoutError) as problem:
@@ -148,16 +167,44 @@ def run_tightfit(setting: Setting, job: Job, contestant: Contestant) -> dict[str
     }
 
 
+def plan_first(setting: Setting, jobs: list[Job]) -> None:
+    """Rows encoded and plans traced, which tightfit keeps, on all cores at once."""
+
+    def plan(job: Job) -> str:
+        contestants = list_contestants(job, device=setting.device)
+        ours = next(one for one in contestants if one.name == "tightfit")
+        path = write_recipe(setting, job, ours)
+        environment = make_environment(setting, "tightfit", expandable=False)
+        log = setting.work / job.name / "plan.log"
+        command = [*train_command(path, job), "--dry-run"]
+        try:
+            code = run_limited(command, environment, PLAN_SECONDS, log)
+        except TimeoutError as problem:
+            return f"{job.name}: {problem}"
+        return f"{job.name}: exit {code}{log.read_text()[-800:] if code else ''}"
+
+    start = time.monotonic()
+    with ThreadPoolExecutor(PLANNERS) as threads:
+        for line in threads.map(plan, jobs):
+            print(f"{time.monotonic() - start:6.1f} s  planned {line}", flush=True)
+
+
+def prepare_job(setting: Setting, job: Job, *, tiny: bool) -> None:
+    """The job's folder with the model's config and the rows."""
+    work = setting.work / job.name
+    work.mkdir()
+    num_words = write_folder(job, work / "model", tiny=tiny)
+    rows = make_rows(job, num_steps=NUM_WARM_UP + setting.num_steps, num_words=num_words)
+    write_rows(rows, work / "rows.jsonl", objective=job.objective)
+
+
 def run_job(
-    setting: Setting, job: Job, names: list[str], *, tiny: bool, before: dict[str, Any], keep: Any
+    setting: Setting, job: Job, names: list[str], *, before: dict[str, Any], keep: Any
 ) -> dict[str, Any]:
     """Every framework of one job; `keep` is called with all results so far after each.
 
     `before`: earlier results, which stay unless their contestant runs again.
     """
-    num_words = write_folder(job, setting.work / "model", tiny=tiny)
-    rows = make_rows(job, num_steps=NUM_WARM_UP + setting.num_steps, num_words=num_words)
-    write_text(rows, setting.work / "rows.jsonl")
     found = dict(before)
     for contestant in list_contestants(job, device=setting.device):
         if names and contestant.name not in names:
@@ -208,6 +255,8 @@ def read_options() -> argparse.Namespace:
         metavar="KIND=FOLDER",
         help="where its unpacked wheels lie",
     )
+    parser.add_argument("--plan-first", action="store_true", help="plan all jobs before the first")
+    parser.add_argument("--fork", action="store_true", help="import trl's libraries once")
     parser.add_argument("--logs", type=Path, help="folder for what the contestants said")
     options = parser.parse_args()
     unknown = [name for name in options.only.split(",") if name not in JOBS]
@@ -219,7 +268,7 @@ def read_options() -> argparse.Namespace:
 def keep_logs(work: Path, folder: Path | None, job: str) -> None:
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
-        for log in sorted(work.glob("*.log")):
+        for log in sorted((work / job).glob("*.log")):
             (folder / f"{job}.{log.name}").write_text(log.read_text()[-20_000:])
 
 
@@ -232,25 +281,34 @@ def main() -> int:
         document = json.loads(options.out.read_text())
     paths = dict(item.partition("=")[::2] for item in options.path)
     names = [name for name in options.contestants.split(",") if name]
-    for name in options.only.split(","):
-        job = replace(JOBS[name], seq_len=TINY_LEN) if options.tiny else JOBS[name]
-        before = document["jobs"].get(name, {}).get("contestants", {}) if names else {}
+    jobs = [JOBS[name] for name in options.only.split(",")]
+    if options.tiny:
+        jobs = [replace(job, seq_len=TINY_LEN) for job in jobs]
+    with tempfile.TemporaryDirectory() as folder:
+        setting = Setting(
+            device=options.device,
+            num_steps=options.steps,
+            limit_seconds=options.limit,
+            end=end,
+            paths={kind: str(Path(path).resolve()) for kind, path in paths.items()},
+            is_forked=options.fork,
+            work=Path(folder),
+        )
+        for job in jobs:
+            prepare_job(setting, job, tiny=options.tiny)
+        if options.plan_first:
+            plan_first(setting, jobs)
+        if options.fork:
+            import_trl(setting.device, setting.paths.get("trl"))
+        for job in jobs:
+            before = document["jobs"].get(job.name, {}).get("contestants", {}) if names else {}
 
-        def keep(found: dict[str, Any], *, job: Job = job) -> None:
-            document["jobs"][job.name] = {"job": asdict(job), "contestants": found}
-            write_atomic(options.out, json.dumps(document, indent=1) + "\n")
+            def keep(found: dict[str, Any], *, job: Job = job) -> None:
+                document["jobs"][job.name] = {"job": asdict(job), "contestants": found}
+                write_atomic(options.out, json.dumps(document, indent=1) + "\n")
 
-        with tempfile.TemporaryDirectory() as folder:
-            setting = Setting(
-                device=options.device,
-                num_steps=options.steps,
-                limit_seconds=options.limit,
-                end=end,
-                paths={kind: str(Path(path).resolve()) for kind, path in paths.items()},
-                work=Path(folder),
-            )
-            keep(run_job(setting, job, names, tiny=options.tiny, before=before, keep=keep))
-            keep_logs(setting.work, options.logs, name)
+            keep(run_job(setting, job, names, before=before, keep=keep))
+            keep_logs(setting.work, options.logs, job.name)
     found = (document["jobs"][name]["contestants"] for name in options.only.split(","))
     asked = [rows[name] for rows in found for name in names or rows if name in rows]
     return int(any("fault" in row for row in asked))

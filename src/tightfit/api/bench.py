@@ -23,6 +23,7 @@ from tightfit.api.training.job import encode_for, encoded_len, read_spec
 from tightfit.api.training.recipe import (
     make_request,
     profile_sources,
+    read_new_tokens,
     read_run_recipe,
     read_saved_plans,
     refuse_given,
@@ -61,6 +62,7 @@ from tightfit.core.recipe import Recipe, make_training
 from tightfit.core.settings import Method, Schedule
 from tightfit.core.strategy import Strategy, Training
 from tightfit.core.text import count_of
+from tightfit.data.new_tokens import with_new_tokens
 from tightfit.data.profile import profile_from_store
 from tightfit.data.token_store import TokenStore, count_rows, draw_lengths, write_synthetic
 from tightfit.hardware.types import Cluster
@@ -309,7 +311,9 @@ def read_bench_job(options: BenchOptions, home: Path) -> BenchJob:
         recipe = recipe.model_copy(update={"random_weights": True})
     cluster = find_hardware(options, recipe.on, verb="bench")
     folder = _find_model(recipe, home)
-    request = make_request(recipe, read_spec(recipe.model, folder), wanted.fixed_strategy())
+    request = make_request(
+        recipe, read_spec(recipe.model, folder), wanted.fixed_strategy(), model=folder
+    )
     # The learning side of a run that is to leave nothing behind.
     update = {
         "learning_rate": LEARNING_RATE,
@@ -378,7 +382,10 @@ def _make_rows(
     folder, seq_len = Path(training.model_path), request.planned_seq_len
     if sources and not options.synthetic and (folder / "tokenizer.json").is_file():
         encoded = encode_for(
-            training, model_folder=folder, seq_len=seq_len, progress=options.progress
+            training,
+            model_folder=with_new_tokens(folder, read_new_tokens(dict(request.fixed))),
+            seq_len=seq_len,
+            progress=options.progress,
         )
         profile = profile_from_store(encoded.train)
         return Rows(

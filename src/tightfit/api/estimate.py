@@ -17,6 +17,7 @@ from tightfit.core.strategy import Strategy
 from tightfit.core.text import sanitize, shorten
 from tightfit.core.trainers import TrainerVersion, find_trainer
 from tightfit.core.units import render_count
+from tightfit.data.new_tokens import grow_spec
 from tightfit.estimation.result import Estimate, Verdict
 from tightfit.estimation.state import ZeroRow, estimate_zero_table, largest_layer_params
 from tightfit.hardware.types import Cluster, NodeGroup
@@ -76,6 +77,7 @@ def estimate(options: EstimateOptions) -> EstimateResult:
     strategy = choose_strategy(options, spec=spec, group=group, trainer=trainer)
     if strategy.method is Method.LORA:
         check_lora_targets(spec, strategy.lora_targets)
+    spec = grow_spec(spec, _name_model(options), strategy.new_tokens)
     judged = judge_strategy(
         spec=spec,
         strategy=strategy,

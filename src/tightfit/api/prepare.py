@@ -16,6 +16,7 @@ from tightfit.api.training.recipe import (
     lay_over,
     make_absolute,
     read_base_recipe,
+    read_new_tokens,
     training_sources,
 )
 from tightfit.core.errors import InvalidInputError, UsageError
@@ -24,6 +25,7 @@ from tightfit.core.settings import Method
 from tightfit.core.strategy import DataSource
 from tightfit.core.text import shorten
 from tightfit.data.encode import EncodedDataset
+from tightfit.data.new_tokens import with_new_tokens
 from tightfit.data.packing import count_packed_rows, estimate_padding_waste
 from tightfit.data.report import NUM_SHOWN
 from tightfit.data.sources import open_source, parse_row_slice, read_source, split_slice_suffix
@@ -82,7 +84,7 @@ def prepare(options: PrepareOptions) -> PrepareResult:
     try:
         encoded = encode_for(
             training,
-            model_folder=folder,
+            model_folder=with_new_tokens(folder, read_new_tokens(recipe.fixed_strategy())),
             # As the planner would: stated, else the default within what the model can take.
             seq_len=recipe.seq_len or JobRequest(spec=resolve_model(str(folder))).planned_seq_len,
             skip_invalid=options.skip_invalid,

@@ -13,6 +13,7 @@ from pydantic import ValidationError, create_model, model_validator
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError
 from tightfit.core.frozen import FiniteFrozen
+from tightfit.core.new_tokens import NEW_TOKENS, read_token_files
 from tightfit.core.optimizers import Optimizer
 from tightfit.core.settings import (
     MAX_SEQ_LEN,
@@ -22,6 +23,7 @@ from tightfit.core.settings import (
     Name,
     RecipeMethod,
     StrategySettings,
+    TokenName,
     TrainingSettings,
     list_settings,
 )
@@ -47,6 +49,7 @@ _RECIPE_KEYS = {
 """Settings that a recipe states elsewhere than under `strategy` or at the top, and where."""
 TOP_LEVEL_HOMES = {name: key for name, key in _RECIPE_KEYS.items() if name in list_settings()}
 """Those of a strategy."""
+_AT_TOP = tuple(name for name, key in TOP_LEVEL_HOMES.items() if key == name != "method")
 _LORA_KEYS = {
     name: key.removeprefix("lora.") for name, key in _RECIPE_KEYS.items() if key.startswith("lora.")
 }
@@ -104,6 +107,9 @@ class Recipe(_Stated):
     seq_len: Annotated[int, Gt(0), Le(MAX_SEQ_LEN)] | None = None
     packing: bool | None = None
     """`auto` in YAML is the same as leaving it out."""
+    add_tokens: tuple[TokenName, ...] | None = None
+    """In YAML also one name, or `@FILE`."""
+    add_special_tokens: tuple[TokenName, ...] | None = None
     lora: LoraChoice = LoraChoice()
     """The adapter."""
     strategy: StrategyOverrides = StrategyOverrides()
@@ -136,7 +142,7 @@ class Recipe(_Stated):
         if self.method is not RecipeMethod.AUTO:
             is_full = self.method is RecipeMethod.FULL
             fixed["method"] = Method.FULL if is_full else Method.LORA
-        stated = {"seq_len": self.seq_len, "packing": self.packing}
+        stated = {name: getattr(self, name) for name in _AT_TOP}
         stated |= {
             name: getattr(self.lora, key)
             for name, key in _LORA_KEYS.items()
@@ -237,6 +243,9 @@ def _spelt_out(recipe: Any) -> Any:
         data = [data]
     if isinstance(data, list):
         full["data"] = [_spell_source(item) for item in data]
+    for key in NEW_TOKENS:
+        if isinstance(full.get(key), str):
+            full[key] = [full[key]]
     lora = full.get("lora")
     if isinstance(lora, dict) and isinstance(lora.get("targets"), str):
         words = [word.strip() for word in lora["targets"].split(",")]
@@ -273,6 +282,11 @@ def _with_paths_from(recipe: Recipe, folder: Path) -> Recipe:
                 item.model_copy(update={"path": resolved(item.path)}) for item in recipe.data
             ),
             "output": None if recipe.output is None else resolved(recipe.output),
+            **{
+                key: None if names is None else read_token_files(names, folder)
+                for key in NEW_TOKENS
+                for names in (getattr(recipe, key),)
+            },
         }
     )
 

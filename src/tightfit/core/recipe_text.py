@@ -12,7 +12,6 @@ from tightfit.core.settings import (
     RecipeMethod,
     StrategySettings,
     TrainingSettings,
-    find_setting,
     list_settings,
     words_of,
 )
@@ -59,8 +58,9 @@ def write_recipe(stated: Mapping[str, Any], *, remarks: Mapping[str, str], title
 def _list_top_level() -> Iterator[tuple[str, DeclaredSetting]]:
     """Settings that a recipe states at its top, beside the method."""
     yield from list_settings(JobSettings).items()
-    for name in ("seq_len", "packing"):
-        yield name, find_setting(name)
+    for name, declared in list_settings().items():
+        if declared.setting.recipe_key == name and name not in _ABOVE:
+            yield name, declared
     for name, declared in list_settings(TrainingSettings).items():
         if not declared.setting.recipe_key:
             yield name, declared

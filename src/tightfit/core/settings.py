@@ -35,6 +35,7 @@ EXPERTS = "experts"
 UNQUANTIZED = ("fp32", "fp16", "bf16")
 
 Name = Annotated[str, MinLen(1), MaxLen(4096)]
+TokenName = Annotated[str, MaxLen(512)]
 Count = Annotated[int, Gt(0), Le(MAX_COUNT)]
 
 
@@ -237,7 +238,27 @@ class StrategySettings(_Declared):
     train_embeddings: Annotated[
         bool, _of_job("LoRA with fully trained embeddings and head. [default: off]")
     ] = False
-    """For added tokens."""
+    """All rows, in copies of their own."""
+    add_tokens: Annotated[
+        tuple[TokenName, ...],
+        _of_job(
+            "New tokens of the tokenizer; @FILE: one a line. [default: none]",
+            recipe_key="add_tokens",
+            metavar="A,B|@FILE",
+            example="<sql>,</sql>",
+        ),
+    ] = ()
+    """Read as one token wherever a text spells them. LoRA trains their rows of embeddings and head,
+    and with `train_embeddings` all rows."""
+    add_special_tokens: Annotated[
+        tuple[TokenName, ...],
+        _of_job(
+            "New control tokens, which no message can spell. [default: none]",
+            recipe_key="add_special_tokens",
+            metavar="A,B|@FILE",
+            example="<|sql|>",
+        ),
+    ] = ()
     optimizer: Annotated[
         Optimizer, Setting("Update rule. [default: adamw, fused]", changes_learning=True)
     ] = Optimizer.ADAMW

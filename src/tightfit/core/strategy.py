@@ -12,6 +12,7 @@ from pydantic import Field, model_validator
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.frozen import FiniteFrozen, Frozen
+from tightfit.core.new_tokens import NewTokens
 from tightfit.core.optimizers import Optimizer
 from tightfit.core.settings import (
     RENAMED_SETTINGS,
@@ -147,6 +148,23 @@ class Strategy(StrategySettings, Frozen):
         return self.fp8 and self.method is Method.LORA
 
     @property
+    def new_tokens(self) -> NewTokens:
+        return NewTokens(plain=self.add_tokens, special=self.add_special_tokens)
+
+    @property
+    def num_new_rows(self) -> int:
+        """Rows of embeddings and head that LoRA trains alone."""
+        if self.method is not Method.LORA or self.train_embeddings:
+            return 0
+        return len(self.add_tokens) + len(self.add_special_tokens)
+
+    @property
+    def trains_head(self) -> bool:
+        """Whether a gradient of the head's whole matrix is computed."""
+        is_full = self.method is Method.FULL
+        return is_full or self.train_embeddings or self.num_new_rows > 0
+
+    @property
     def is_trained(self) -> bool:
         return self.method is not Method.LOAD
 
@@ -182,6 +200,8 @@ class DataSource(FiniteFrozen):
     split: Literal["train", "eval"] = "train"
     take: Name | None = None
     """A part of the rows, as people write it: `10`, `1%`, `[:10%]`, `train[10:20]`."""
+    text_rows: Literal["file", "line"] = "file"
+    """What is a row in files of plain text and Markdown: a whole file is one document."""
 
 
 class Training(TrainingSettings, FiniteFrozen):

@@ -78,6 +78,10 @@ class Example(NamedTuple):
     place: str
     file: int
     number: int
+    has_before: bool = False
+    """Of a document that is read in parts: this is not the first, so it has no mark of begin."""
+    has_more: bool = False
+    """This is not the last, so it has no mark of end."""
 
 
 class _Pending(NamedTuple):
@@ -216,15 +220,18 @@ class RowEncoder:
         ids = list(encoding.ids)
         begin = self._tokenizer.begins_with
         first = None if begin is None else self._tokenizer.token_id(begin)
-        if first is not None and ids[:1] != [first]:
+        if first is not None and ids[:1] != [first] and not item.example.has_before:
             ids = [first, *ids]
-        tokens = np.asarray(self._ended(ids), dtype=np.int32)
+        ids = ids if item.example.has_more else self._ended(ids)
+        tokens = np.asarray(ids, dtype=np.int32)
         limit = self._options.seq_len
         self.longest_row_tokens = max(self.longest_row_tokens, len(tokens))
         if len(tokens) > limit:
             self.counts["cut-text"] += 1
         for start in range(0, len(tokens), limit):
             piece = tokens[start : start + limit]
+            if len(piece) == 1 < min(limit, len(tokens)):
+                piece = tokens[-2:]  # the last token is learnt from one before it
             if len(piece) > 1 or limit == 1:
                 yield self._row(item, piece, np.ones(len(piece), dtype=np.bool_), 0)
 
@@ -491,7 +498,8 @@ class EncodingJob:
             self._files.append(StoreFile(path=at[0], unit=at[1], source=source))
         is_text = row_format.name == "text"
         self._num_text_rows += is_text
-        example = Example(messages, is_text, row.place, files[at], row.number)
+        parts = (row.has_before, row.has_more)
+        example = Example(messages, is_text, row.place, files[at], row.number, *parts)
         for new in self._encoder.add(example):
             self.writer.add(new)
 
@@ -669,7 +677,7 @@ def _no_stop(
     )
 
 
-ENCODER_VERSION = 1
+ENCODER_VERSION = 2
 """Raised whenever the same data would be encoded otherwise, so that old caches are not used."""
 
 

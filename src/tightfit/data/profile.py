@@ -209,6 +209,7 @@ class _Sampled(NamedTuple):
     length: int
     num_trained: int
     copies: int
+    is_text: bool
 
 
 class TokenTally:
@@ -227,6 +228,8 @@ class TokenTally:
         # Of the rows that were counted, each cut to `seq_len`.
         self.rows_by_length: Counter[int] = Counter()
         self.num_counted = 0
+        self.num_made = 0
+        """Rows that they became: more, where texts are cut into pieces."""
         self.num_tokens = 0
         self.num_trained_tokens = 0
         self.num_truncated = 0
@@ -261,32 +264,45 @@ class TokenTally:
             [(length, _)] = self._count([self._longest_turns])
             self.longest = max(self.longest, length)
         for item in self._sample:
-            self._add_up(item.length, item.num_trained, item.copies)
+            self._add_up(item.length, item.num_trained, item.copies, is_text=item.is_text)
         self._sample.clear()
 
     def _count_pending(self) -> None:
         counts = self._count([turns for _, _, turns in self._pending])
-        for (mark, copies, _), (length, num_trained) in zip(self._pending, counts, strict=True):
+        for (mark, copies, turns), (length, trained) in zip(self._pending, counts, strict=True):
             self.longest = max(self.longest, length)
+            is_text = turns.num_messages == 0
             if self._limit is None:
-                self._add_up(length, num_trained, copies)
+                self._add_up(length, trained, copies, is_text=is_text)
             else:
-                self._sample.append(_Sampled(mark, length, num_trained, copies))
+                self._sample.append(_Sampled(mark, length, trained, copies, is_text))
         self._pending.clear()
         self._pending_chars = 0
         while self._limit is not None and len(self._sample) > self._limit:
             self._threshold /= 2
             self._sample = [item for item in self._sample if item.mark < self._threshold]
 
-    def _add_up(self, length: int, num_trained: int, copies: int) -> None:
-        """One row. Truncation keeps its head, so the answer at its end is lost first."""
+    def _add_up(self, length: int, num_trained: int, copies: int, *, is_text: bool) -> None:
+        """One row. Truncation keeps its head, so the answer at its end is lost first; plain text is
+        cut into as many rows as it takes instead."""
+        if is_text and length > self.seq_len:
+            num_whole, rest = divmod(length, self.seq_len)
+            self._add_row(self.seq_len, self.seq_len, copies * num_whole)
+            if rest:
+                self._add_row(rest, rest, copies)
+            self.num_counted += copies
+            return
         lost = max(length - self.seq_len, 0)
-        self.rows_by_length[length - lost] += copies
+        self._add_row(length - lost, max(num_trained - lost, 0), copies)
         self.num_counted += copies
-        self.num_tokens += (length - lost) * copies
-        self.num_trained_tokens += max(num_trained - lost, 0) * copies
         self.num_truncated += copies if lost > 0 else 0
         self.num_lost_tokens += lost * copies
+
+    def _add_row(self, length: int, num_trained: int, copies: int) -> None:
+        self.rows_by_length[length] += copies
+        self.num_made += copies
+        self.num_tokens += length * copies
+        self.num_trained_tokens += num_trained * copies
 
     def _count(self, batch: list[Turns]) -> list[tuple[int, int]]:
         prompts = self.counter.count([turns.prompt for turns in batch])
@@ -410,7 +426,9 @@ def _open(source: Sources) -> list[OpenedSource]:
         elif not str(item).strip():
             data_files(item)
         else:
-            bare = DataSource.model_construct(path=str(item), weight=1.0, split="train", take=None)
+            bare = DataSource.model_construct(
+                path=str(item), weight=1.0, split="train", take=None, text_rows="file"
+            )
             opened.append(open_source(bare))
     if not opened:
         raise InvalidInputError(
@@ -432,7 +450,8 @@ def _summary(tally: TokenTally, source: str, row_format: str) -> DataProfile:
             remedy="give rows an answer: an assistant message, or text under `output` or "
             "`completion`",
         )
-    lengths = scaled(tally.rows_by_length, tally.num_rows)
+    num_rows = round(tally.num_made * factor)
+    lengths = scaled(tally.rows_by_length, num_rows)
     total = round(tally.num_tokens * factor)
     counted = [
         tally.counter.description,
@@ -443,16 +462,16 @@ def _summary(tally: TokenTally, source: str, row_format: str) -> DataProfile:
     return DataProfile(
         source=source,
         format=row_format,
-        num_rows=tally.num_rows,
+        num_rows=num_rows,
         num_tokens=total,
         num_trained_tokens=max(round(tally.num_trained_tokens * factor), 1),
-        mean_tokens=total / tally.num_rows,
+        mean_tokens=total / num_rows,
         max_tokens=min(tally.longest, tally.seq_len),
         num_truncated=round(tally.num_truncated * factor),
         seq_len=tally.seq_len,
         tokenizer="; ".join(counted),
         is_exact=tally.counter.is_exact,
-        num_counted_rows=tally.num_counted,
+        num_counted_rows=tally.num_made,
         longest_row_tokens=tally.longest,
         num_lost_tokens=round(tally.num_lost_tokens * factor),
         **_describe_lengths(lengths, tally.seq_len),

@@ -101,6 +101,10 @@ class Row(NamedTuple):
     number: int
     unit: str
     """`line` where the format has lines a user can go to, else `row`."""
+    has_before: bool = False
+    """A document too large to be held comes in several rows: part of it came before this one."""
+    has_more: bool = False
+    """Part of the same document follows."""
 
     @property
     def place(self) -> str:
@@ -597,6 +601,41 @@ def read_csv(stream: IO[bytes], path: Path) -> Iterator[Item]:
             f"{place(path, reader.line_num)} is not CSV: {error}.",
             remedy="close every quote and double the quotes inside a field",
         ) from error
+
+
+MAX_PART_CHARS = 4_000_000
+"""Of a document that are read at once; a million tokens or so."""
+
+
+def read_document(stream: IO[bytes], path: Path) -> Iterator[Item]:
+    """The whole file is one row with the key `text`, line breaks and blank lines kept; a long one
+    comes in parts that end with a line."""
+    held: list[str] = []
+    num_chars, first, waiting = 0, 1, None
+    for number, line in enumerate(decoded_lines(stream, path), start=1):
+        if num_chars and num_chars + len(line) > MAX_PART_CHARS:
+            part = _as_part(held, path, first, waiting)
+            if part is not None and waiting is not None:
+                yield waiting._replace(has_more=True)
+            waiting = part or waiting
+            held, num_chars, first = [], 0, number
+        held.append(line.removesuffix("\r\n") + "\n" if line.endswith("\r\n") else line)
+        num_chars += len(line)
+    part = _as_part(held, path, first, waiting)
+    if part is not None and waiting is not None:
+        yield waiting._replace(has_more=True)
+    last = part or waiting
+    if last is not None:
+        text = last.values["text"].removesuffix("\n")
+        yield last._replace(values={"text": text})
+
+
+def _as_part(held: list[str], path: Path, first: int, before: Row | None) -> Row | None:
+    """None where there is nothing but spaces."""
+    text = "".join(held)
+    if not text.strip():
+        return None
+    return Row({"text": text}, path, first, "line", has_before=before is not None)
 
 
 def read_text(stream: IO[bytes], path: Path) -> Iterator[Item]:

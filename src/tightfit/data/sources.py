@@ -28,6 +28,7 @@ from tightfit.data.readers import (
     open_data,
     read_arrow,
     read_csv,
+    read_document,
     read_json,
     read_json_lines,
     read_parquet,
@@ -160,11 +161,10 @@ _READERS: dict[str, Callable[[IO[bytes], Path], Iterator[Item]]] = {
     ".ndjson": read_json_lines,
     ".csv": read_csv,
     ".tsv": read_csv,
-    ".txt": read_text,
-    ".text": read_text,
-    ".raw": read_text,
-    ".utf8": read_text,
+    **dict.fromkeys((".txt", ".text", ".raw", ".utf8", ".md", ".markdown"), read_document),
 }
+_NOTES = (".md", ".markdown")
+"""In a folder that has files with columns as well, these are about the data and not part of it."""
 _PARQUET = (".parquet", ".pq")
 _ARROW = ".arrow"
 _NOT_ROWS = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
@@ -180,16 +180,20 @@ def read_rows(source: Path | str | Sequence[Path | str]) -> Iterator[Row]:
 
 
 def read_file(
-    path: Path, meter: ReadMeter | None = None, on_error: OnRowError | None = None
+    path: Path,
+    meter: ReadMeter | None = None,
+    on_error: OnRowError | None = None,
+    *,
+    by_line: bool = False,
 ) -> Iterator[Row]:
-    """Rows of one file. Raises rather than yield none: an empty dataset is always a mistake.
+    """Rows of one file; of a text file its lines if `by_line`.
 
-    With `on_error`, a row that cannot be read is reported and passed over. Where the
-    file itself breaks off, the reading ends there.
+    Raises rather than yield none: an empty dataset is always a mistake. With `on_error`, a row that
+    cannot be read is reported and passed over. Where the file itself breaks off, the reading ends.
     """
     num_rows = num_errors = 0
     try:
-        for item in _read_items(path, meter):
+        for item in _read_items(path, meter, by_line=by_line):
             if isinstance(item, Row):
                 num_rows += 1
                 yield item
@@ -236,6 +240,8 @@ def data_files(source: Path | str | Sequence[Path | str], *, word: str | None = 
 def _files_in(folder: Path, word: str | None) -> list[Path]:
     try:
         found = sorted(_walk(folder))
+        if any(map(holds_rows, found)):
+            found = [path for path in found if _kind(path) not in _NOTES]
     except OSError as error:
         raise unreadable(folder, error) from error
     if not found:
@@ -282,7 +288,7 @@ def _walk(folder: Path) -> Iterator[Path]:
             yield item
 
 
-def _read_items(path: Path, meter: ReadMeter | None) -> Iterator[Item]:
+def _read_items(path: Path, meter: ReadMeter | None, *, by_line: bool) -> Iterator[Item]:
     kind = _kind(path)
     if kind == _ARROW:
         yield from read_arrow(path, meter)
@@ -295,7 +301,8 @@ def _read_items(path: Path, meter: ReadMeter | None) -> Iterator[Item]:
         yield from read_parquet(path, meter)
     elif kind in _READERS:
         with open_data(path, meter) as stream:
-            yield from _READERS[kind](stream, path)
+            reader = _READERS[kind]
+            yield from (read_text if by_line and reader is read_document else reader)(stream, path)
     else:
         file_mode(path)
         raise InvalidInputError(
@@ -315,7 +322,7 @@ def _kind(path: Path) -> str:
 def holds_rows(path: Path) -> bool:
     """Whether a file's name says that it has rows with columns, not plain text."""
     kind = _kind(path)
-    return _READERS.get(kind, read_text) is not read_text or kind in (*_PARQUET, _ARROW)
+    return _READERS.get(kind, read_document) is not read_document or kind in (*_PARQUET, _ARROW)
 
 
 def _known() -> str:
@@ -381,9 +388,9 @@ def read_part(
     total = None
     if opened.take.needs_count:
         quiet = None if on_error is None else lambda _: None
-        total = sum(1 for _ in _all_rows(opened.files, ReadMeter(), quiet))
+        total = sum(1 for _ in _all_rows(opened, ReadMeter(), quiet))
     first, last = opened.take.range(total, opened.name)
-    rows = _all_rows(opened.files, meter or ReadMeter(), on_error)
+    rows = _all_rows(opened, meter or ReadMeter(), on_error)
     return itertools.islice(rows, first, last)
 
 
@@ -436,12 +443,11 @@ def digest_sources(sources: Sequence[OpenedSource]) -> str:
     return digest.hexdigest()
 
 
-def _all_rows(
-    files: Sequence[Path], meter: ReadMeter, on_error: OnRowError | None
-) -> Iterator[Row]:
-    for path in files:
+def _all_rows(opened: OpenedSource, meter: ReadMeter, on_error: OnRowError | None) -> Iterator[Row]:
+    by_line = opened.source.text_rows == "line"
+    for path in opened.files:
         try:
-            yield from read_file(path, meter, on_error)
+            yield from read_file(path, meter, on_error, by_line=by_line)
         except InvalidInputError as error:
             if on_error is None:
                 raise

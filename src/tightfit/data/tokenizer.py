@@ -270,9 +270,16 @@ def load_tokenizer(folder: Path) -> ChatTokenizer:
     )
 
 
-def digest_files(folder: Path) -> str:
-    """One digest over the tokenizer files of a folder."""
-    digest = hashlib.blake2b(digest_size=16)
+def list_tokenizer_files(folder: Path) -> list[Path]:
+    """All that decides what the tokens of a folder's model are."""
+    named = [folder / name for name in (*_FILES, "added_tokens.json", "adapter_config.json")]
+    templates = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    return [path for path in (*named, *templates) if path.is_file()]
+
+
+def digest_files(folder: Path, *words: str) -> str:
+    """One digest over the tokenizer files of a folder, and `words` beside them."""
+    digest = hashlib.blake2b("\0".join(words).encode(), digest_size=16)
     for name in _FILES:
         data = read_model_file(folder / name)
         if data is not None:

@@ -639,9 +639,22 @@ def estimate_loss_bytes(spec: ModelSpec, strategy: Strategy) -> LossBytes:
     the head's output alone and computes the rest again (`compile_loss`; counted
     under torch's min-cut partitioner: 2 bytes, 4 eager). Fused (Liger) never holds more
     than one chunk of logits, and writes the gradient of the hidden states at once.
+    Where LoRA trains rows of new tokens, peft puts them into a copy of the head's matrix, which
+    the head's backward pass reads; Liger's does not.
     Leaves out the shifted copy that transformers before 4.45 made.
-    Source: transformers loss_utils.ForCausalLMLoss; liger fused_linear_cross_entropy.
+    Source: transformers loss_utils.ForCausalLMLoss; liger fused_linear_cross_entropy; peft
+    TrainableTokensLayer.
     """
+    found = _estimate_loss(spec, strategy)
+    if not strategy.num_new_rows:
+        return found
+    copy = spec.embedding_params * strategy.compute.value_bytes
+    # In the backward pass Liger's loss holds that copy's gradient instead. Else the gradient comes
+    # when the logits' own in fp32 are gone, and is not part of this peak.
+    return LossBytes(forward=found.forward + copy, backward=found.backward + copy)
+
+
+def _estimate_loss(spec: ModelSpec, strategy: Strategy) -> LossBytes:
     tokens = strategy.tokens_per_micro_batch
     table = tokens * spec.vocab_size
     value = strategy.compute.value_bytes
@@ -711,7 +724,6 @@ def _estimate_fused(spec: ModelSpec, strategy: Strategy) -> LossBytes:
     chunk_tokens = count_chunk_tokens(spec, tokens=tokens, factor=strategy.loss_chunk_factor)
     logits = 2 * chunk_tokens * spec.vocab_size * value
     hidden_gradient = tokens * spec.hidden_size * value
-    trains_head = strategy.method is Method.FULL or strategy.train_embeddings
-    head_gradient = 2 * spec.embedding_params * value if trains_head else 0
+    head_gradient = 2 * spec.embedding_params * value if strategy.trains_head else 0
     total = logits + hidden_gradient + head_gradient
     return LossBytes(forward=total, backward=hidden_gradient)

@@ -294,7 +294,7 @@ def estimate_step_flops(
     if strategy.method is Method.FULL:
         model = 3.0 * forward.total
     else:
-        head_passes = 3.0 if strategy.train_embeddings else 2.0
+        head_passes = 3.0 if strategy.trains_head else 2.0
         model = 2.0 * forward.linear + 3.0 * forward.attention + 3.0 * adapter
         model += head_passes * forward.head
     share = strategy.count_recomputed(spec.num_layers) / spec.num_layers

@@ -285,6 +285,8 @@ def _estimate_gradients(spec: ModelSpec, strategy: Strategy, state: StateBytes) 
         head = state.gradients * spec.embedding_params // max(1, spec.num_params)
         width = trained_value_bytes(strategy) if is_ddp else 0
         embedding = spec.embedding_params * (width + (4 if spec.tie_embeddings else 0))
+    if strategy.num_new_rows:  # the rows' gradient is cut out of one of the whole matrix
+        embedding = spec.embedding_params * strategy.compute.value_bytes
     if is_ddp or strategy.sharding is Sharding.ZERO3:
         held = state.gradients * (2 if is_accumulating and is_ddp else 1)
         return _Gradients(held, held, held, held, embedding=embedding, step=state.gradients)

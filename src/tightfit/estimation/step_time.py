@@ -371,7 +371,7 @@ def time_passes(job: MicroBatch) -> list[PassSeconds]:
         matmul = products.blocks_inputs + products.head_inputs + products.adapters_backward
         if is_full:
             matmul += products.blocks_weights
-        if is_full or strategy.train_embeddings:
+        if strategy.trains_head:
             matmul += products.head_weights
         backward = _time_blocks(job, matmul, backward=True)
     # Products slow down to the clock that the power limit allows; unfused attention is

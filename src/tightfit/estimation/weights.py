@@ -150,7 +150,7 @@ def layer_adapter_params(block: Block, strategy: Strategy) -> int:
 
 
 def adapter_params(spec: ModelSpec, strategy: Strategy) -> int:
-    """LoRA values of the whole model, retrained embeddings left out."""
+    """LoRA values of the whole model and rows of new tokens, retrained embeddings left out."""
     if strategy.method is not Method.LORA:
         return 0
     outer = strategy.lora_rank * sum(
@@ -158,7 +158,14 @@ def adapter_params(spec: ModelSpec, strategy: Strategy) -> int:
         for part in spec.outer_linears
         if is_lora_target(part, strategy.lora_targets)
     )
-    return outer + sum(b.num_layers * layer_adapter_params(b, strategy) for b in spec.blocks)
+    of_layers = sum(b.num_layers * layer_adapter_params(b, strategy) for b in spec.blocks)
+    return outer + of_layers + new_row_params(spec, strategy)
+
+
+def new_row_params(spec: ModelSpec, strategy: Strategy) -> int:
+    """Values of the rows that LoRA trains for new tokens: of embeddings, and of an untied head."""
+    width = spec.embedding_width or spec.hidden_size
+    return strategy.num_new_rows * width * (1 if spec.tie_embeddings else 2)
 
 
 def retrained_params(spec: ModelSpec, strategy: Strategy) -> int:

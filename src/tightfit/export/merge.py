@@ -29,7 +29,7 @@ from tightfit.data.tokenizer import load_tokenizer
 from tightfit.export.verify.verdict import Verdict
 from tightfit.hardware.machine import read_peak_memory_bytes, reset_peak_memory
 from tightfit.models.config import read_quant_method
-from tightfit.runtime.adapters import check_adapter_config, load_adapter
+from tightfit.runtime.adapters import check_adapter_config, find_new_rows, load_adapter
 from tightfit.runtime.libraries import silence_libraries, torch_dtype
 from tightfit.runtime.load import build_model, load_base, read_config
 from tightfit.runtime.model_files import Artefact, ArtefactKind, copy_tuned_tokenizer_files
@@ -49,6 +49,7 @@ from tightfit.runtime.tensor_files import (
     read_safetensor,
     write_shards,
 )
+from tightfit.runtime.vocabulary import extend_rows
 
 if TYPE_CHECKING:
     import torch
@@ -184,6 +185,8 @@ class MergePlan:
             return whole.float()
         own_value = self.base_value(name)
         value = stored if own_value is None else own_value
+        if value is not None and self.vocab_size is not None and self._is_by_token(name):
+            value = extend_rows(value, self.vocab_size)
         if value is None or tuple(value.shape) != self.shapes[name]:
             raise InvalidInputError(
                 f"The adapter changes {name} of shape {self.shapes[name]}, and the base has "
@@ -195,6 +198,15 @@ class MergePlan:
         for layer, attribute in self.layers.get(name, ()):
             value = _merge_layer(layer, attribute, value, name)
         return value
+
+    def _is_by_token(self, name: str) -> bool:
+        """Whether the matrix has a row for each token."""
+        modules = (self.model.get_input_embeddings(), self.model.get_output_embeddings())
+        return any(
+            name == f"{_own_name(path)}.weight"
+            for path, module in self.model.named_modules()
+            if any(module is one for one in modules)
+        )
 
     def update_config(self, config: dict[str, Any]) -> None:
         """Change the base's config for the new weights."""
@@ -222,7 +234,7 @@ def plan_merge(adapter: Path, base: Path, dtype: torch.dtype | None = None) -> M
 
     config = _check_config(adapter, PeftConfig)
     weights = _load_weights(adapter)
-    model = _build_base(base, weights)
+    model = _build_base(adapter, base, weights)
     config_file = read_json_file(base / "config.json", allows_infinity=True)
     text = config_file.get("text_config") or {}
     num_embeddings = _num_embeddings(model)
@@ -436,14 +448,14 @@ def _load_weights(adapter: Path) -> dict[str, Any]:
     return load_pickle(pickled)
 
 
-def _build_base(base: Path, weights: dict[str, Any]) -> Any:
+def _build_base(adapter: Path, base: Path, weights: dict[str, Any]) -> Any:
     import torch
 
     strategy = Strategy(weights=Dtype.FP32, compute=Dtype.FP32)
     config = read_config(base, strategy, attention="eager")  # which every family has
     with torch.device("meta"):
         model = build_model(config, strategy)
-    rows = _adapter_rows(model, weights)
+    rows = _adapter_rows(model, weights) or find_new_rows(model, adapter)
     if rows is not None and rows != _num_embeddings(model):
         config.get_text_config().vocab_size = rows
         with torch.device("meta"):
@@ -706,6 +718,7 @@ def _write_whole(request: MergeRequest, plan: MergePlan, work: Path) -> None:
     """
     import torch
     from peft.tuners.lora import LoraLayer
+    from peft.tuners.trainable_tokens import TrainableTokensLayer
 
     artefact = request.artefact
     assert artefact.base is not None
@@ -719,6 +732,9 @@ def _write_whole(request: MergeRequest, plan: MergePlan, work: Path) -> None:
     strategy = Strategy(weights=dtype, compute=dtype)
     model: Any = load_base(artefact.base, strategy, torch.device("cpu"), attention="eager")
     adapted: Any = load_adapter(model, artefact.path)
+    for module in adapted.modules():
+        if isinstance(module, TrainableTokensLayer):
+            module.merge(adapter_names=[ADAPTER])
     layers = [module for module in adapted.modules() if isinstance(module, LoraLayer)]
     for number, layer in enumerate(layers, start=1):
         _merge_in_place(layer)

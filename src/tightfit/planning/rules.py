@@ -962,6 +962,36 @@ CPU_RULES = _group(
     applies=lambda c, s: c.is_cpu,
 )
 
+NEW_TOKENS_RULES = _group(
+    Rule(
+        "new-tokens-encoder",
+        lambda c, s: c.spec.is_encoder_decoder,
+        "new tokens are added to decoder models; {m.name} has an encoder",
+        "tightfit/runtime/vocabulary.py",
+    ),
+    Rule(
+        "new-tokens-zero3",
+        lambda c, s: s.sharding is Sharding.ZERO3,
+        "ZeRO-3 partitions embeddings as they are read, before rows for new tokens can be added: "
+        "use fsdp, ddp or zero2",
+        "tightfit/training/zero.py",
+    ),
+    Rule(
+        "new-tokens-head-bias",
+        lambda c, s: s.num_new_rows > 0 and c.spec.lm_head_bias,
+        "the head of {m.name} has a bias, which peft leaves out where it trains single rows: "
+        "set train_embeddings=true",
+        "peft 0.21, tuners/trainable_tokens/layer.py",
+    ),
+    Rule(
+        "new-tokens-trainer",
+        lambda c, s: bool(s.trainer),
+        "no configuration of new tokens is written for {s.trainer}: plan it without them",
+        "tightfit/planning/trainer_configs.py",
+    ),
+    applies=lambda c, s: bool(s.add_tokens or s.add_special_tokens),
+)
+
 TRAINER_RULES = _group(
     Rule(
         "trainer",
@@ -974,6 +1004,7 @@ TRAINER_RULES = _group(
 
 GROUPS = (
     JOB_RULES,
+    NEW_TOKENS_RULES,
     TRAINER_RULES,
     SHARDING_RULES,
     FUSED_LORA_RULES,

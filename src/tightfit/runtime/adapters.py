@@ -22,9 +22,16 @@ from tightfit.core.reading import read_json_file
 from tightfit.core.settings import ALL_LINEAR, EXPERTS
 from tightfit.core.strategy import Strategy, Training
 from tightfit.core.text import did_you_mean, printable
+from tightfit.models.families.parts import MAX_VOCAB
 from tightfit.models.families.registry import check_takes_adapter, find_family
 from tightfit.runtime.libraries import silence_libraries, torch_dtype
 from tightfit.runtime.load import plain_dtype
+from tightfit.runtime.vocabulary import (
+    count_adapter_rows,
+    count_model_rows,
+    grow_rows,
+    list_new_tokens,
+)
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -49,6 +56,7 @@ def add_adapters(model: PreTrainedModel, strategy: Strategy, training: Training)
         _check_targets(model, targets)
     is_seq2seq = bool(model.config.is_encoder_decoder)
     tying = _tie_copies(model) if strategy.train_embeddings else {}
+    rows = _list_new_rows(model, strategy)
     make_config: Any = LoraConfig  # annotated too narrowly: alpha may be a fraction
     config = make_config(
         task_type=TaskType.SEQ_2_SEQ_LM if is_seq2seq else TaskType.CAUSAL_LM,
@@ -61,6 +69,7 @@ def add_adapters(model: PreTrainedModel, strategy: Strategy, training: Training)
         use_rslora=training.rslora,
         use_dora=strategy.dora,
         modules_to_save=embedding_names(model) if strategy.train_embeddings else None,
+        trainable_token_indices=rows or None,
         bias="none",
         # GPT-2's Conv1D stores its matrix transposed, unless it was quantized.
         fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
@@ -83,6 +92,9 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:
     from tightfit.runtime.packed_experts import as_values
 
     _check_adapter_files(folder)
+    num_rows = find_adapter_rows(model, folder)
+    if num_rows is not None:
+        grow_rows(model, num_rows)
     try:
         with as_values(model, model.dtype), _without_peft_warnings():
             adapted: PeftModel = PeftModel.from_pretrained(
@@ -103,10 +115,9 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:
 def save_adapter(model: PeftModel, folder: Path, state: dict[str, Any] | None = None) -> None:
     """Write peft's files. `state` replaces the values of sharded parameters.
 
-    Embeddings are written only if they were trained; by default peft asks the hub whether the
-    vocabulary has grown.
+    Trained embeddings are among them as any module that was trained whole. By default peft asks the
+    hub whether the vocabulary has grown, and then writes embeddings a second time.
     """
-    config: Any = model.peft_config["default"]
     if state is not None:
         # Each tied value under all its names, as peft looks them up.
         first = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -116,7 +127,7 @@ def save_adapter(model: PeftModel, folder: Path, state: dict[str, Any] | None = 
     model.save_pretrained(
         str(folder),
         state_dict=state,
-        save_embedding_layers=bool(config.modules_to_save),
+        save_embedding_layers=False,
         safe_serialization=True,
     )
 
@@ -142,6 +153,43 @@ def embedding_names(model: Any) -> list[str]:
         wanted.add(id(head))
     names = [name for name, module in model.named_modules() if id(module) in wanted]
     return list(dict.fromkeys(name.rpartition(".")[2] for name in names))
+
+
+NEW_ROWS = "trainable_tokens_"
+"""In the names of the trained rows of new tokens, as peft has them."""
+
+
+def _list_new_rows(model: Any, strategy: Strategy) -> dict[str, list[int]]:
+    """The numbers of the tokens whose rows alone are trained, by the name of their matrix."""
+    if not strategy.num_new_rows:
+        return {}
+    head = model.get_output_embeddings()
+    if not _is_tied(model) and getattr(head, "bias", None) is not None:
+        raise UsageError(
+            f"The head of {model.config.model_type} has a bias, which peft leaves out where it "
+            "trains single rows.",
+            remedy="--set train_embeddings=true, or --method full",
+        )
+    return dict.fromkeys(embedding_names(model), list_new_tokens(model))
+
+
+def find_adapter_rows(model: Any, folder: Path) -> int | None:
+    """Rows that the base had when the adapter was trained; None: as it has."""
+    from tightfit.runtime.tensor_files import list_safetensors
+
+    ends = tuple(f"{name}.weight" for name in embedding_names(model))
+    for tensor in list_safetensors(folder / "adapter_model.safetensors"):
+        if tensor.name.replace(".base_layer", "").endswith(ends) and "lora_" not in tensor.name:
+            return int(tensor.shape[0])
+    return find_new_rows(model, folder)
+
+
+def find_new_rows(model: Any, folder: Path) -> int | None:
+    """The same of an adapter with rows for new tokens alone; None: it has none."""
+    indices = read_json_file(folder / "adapter_config.json").get("trainable_token_indices")
+    listed = indices.values() if isinstance(indices, dict) else [indices or []]
+    highest = [max(numbers) for numbers in listed if numbers]
+    return count_adapter_rows(folder, highest, count_model_rows(model)) if highest else None
 
 
 def _is_tied(model: Any) -> bool:
@@ -178,7 +226,8 @@ def _cast_trained(model: nn.Module, strategy: Strategy) -> None:
     embedding = torch_dtype(Dtype.FP32) if strategy.compute is Dtype.FP16 else None
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            dtype = adapter if "lora_" in name else embedding
+            is_adapter = "lora_" in name or NEW_ROWS in name
+            dtype = adapter if is_adapter else embedding
             parameter.data = parameter.data.to(dtype or parameter.dtype)
 
 
@@ -258,6 +307,7 @@ _CONFIG_KINDS: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("target_modules", "exclude_modules", "layers_pattern"), _TEXTS),
     **dict.fromkeys(("modules_to_save", "target_parameters"), (list, NoneType)),
     **dict.fromkeys(("rank_pattern", "alpha_pattern"), _NUMBERS),
+    "trainable_token_indices": (list, dict, NoneType),
     **dict.fromkeys(("lora_alpha", "lora_dropout"), (int, float)),
     **dict.fromkeys(("use_rslora", "use_dora", "fan_in_fan_out", "lora_bias"), (bool,)),
     "r": (int,),
@@ -348,11 +398,19 @@ def _is_setting(name: str, value: object) -> bool:
         return False
     if name == "r":
         return isinstance(value, int) and 0 < value <= _MAX_RANK
+    if name == "trainable_token_indices":
+        listed = value.values() if isinstance(value, dict) else [value or []]
+        return all(isinstance(each, list) and all(map(_is_row, each)) for each in listed)
     if isinstance(value, list) and name in _CONFIG_KINDS:
         return all(isinstance(item, str) for item in value)
     if isinstance(value, dict) and name in _CONFIG_KINDS:
         return all(type(item) in (int, float) and item > 0 for item in value.values())
     return True
+
+
+def _is_row(value: object) -> bool:
+    """Whether a model can have a row of this number."""
+    return type(value) is int and 0 <= value < MAX_VOCAB
 
 
 def _check_adapter_files(folder: Path) -> None:

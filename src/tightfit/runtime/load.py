@@ -29,6 +29,7 @@ from tightfit.runtime.attention import (
     resolve_attention,
 )
 from tightfit.runtime.libraries import is_out_of_memory, silence_libraries, torch_dtype
+from tightfit.runtime.vocabulary import add_new_tokens
 
 if TYPE_CHECKING:
     import torch
@@ -81,6 +82,7 @@ def load_base(
         model = read_model(folder, config, strategy, device_map={"": device})
     if weights is Dtype.NF4:
         check_dequantization(model, device)
+    add_new_tokens(model, folder, strategy.new_tokens)
     return finish_load(model, strategy)
 
 
@@ -98,6 +100,7 @@ def load_meta(
     config = read_config(folder, strategy, has_varlen=has_varlen)
     with torch.device("meta"):
         model = build_model(config, strategy)
+    add_new_tokens(model, folder, strategy.new_tokens)
     return finish_load(model, strategy)
 
 

@@ -27,9 +27,11 @@ from tightfit.core.files import (
     write_atomic,
 )
 from tightfit.core.frozen import Frozen
+from tightfit.core.new_tokens import NewTokens
 from tightfit.core.reading import read_bytes, read_json_file
 from tightfit.core.settings import Method, Sharding
 from tightfit.data.encode import REPORT_FILE
+from tightfit.data.new_tokens import write_new_tokens
 from tightfit.data.report import DataReport
 from tightfit.data.token_store import TokenStore
 from tightfit.planning.plan import Plan
@@ -209,7 +211,7 @@ def write_artefact(run: RunFolder, engine: TrainEngine, plan: Plan, context: Dis
                     (partial / "README.md").unlink(missing_ok=True)
                 else:
                     _write_model(partial, engine.model, state, base, choose_saved_dtype(plan))
-                write_tokenizer_files(run, base, partial)
+                write_tokenizer_files(run, base, partial, plan.strategy.new_tokens)
         except OSError as error:
             raise SetupError(
                 f"Cannot write {str(folder)!r}: {describe_write_error(error, folder)}.",
@@ -261,13 +263,14 @@ def _write_model(
     write_atomic(path, json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
-def write_tokenizer_files(run: RunFolder, base: Path, folder: Path) -> None:
+def write_tokenizer_files(run: RunFolder, base: Path, folder: Path, new_tokens: NewTokens) -> None:
     """Copy the base's tokenizer files, with what training changed.
 
-    The chat template that was trained on; a pad token that is not also a stop token; every trained
-    stop token as `eos_token_id`.
+    New tokens; the chat template that was trained on; a pad token that is not also a stop token;
+    every trained stop token as `eos_token_id`.
     """
     copy_tokenizer_files(base, folder)
+    write_new_tokens(folder, new_tokens)
     try:
         store = TokenStore(Path(run.read_tokens().train))
         report = DataReport.model_validate_json(read_bytes(store.folder.parent / REPORT_FILE))

@@ -48,7 +48,10 @@ METHODS = ("full", "lora")
 CASES = [
     *(("full", name) for name in SHARDED),
     *(("lora", name) for name in ("ddp", "fsdp-accumulated", "fsdp-offload")),
+    *(("rows", name) for name in ("ddp", "fsdp-accumulated")),
 ]
+NEW_ROWS: dict[str, Any] = {"method": "lora", "add_tokens": tuple(f"<{n}>" for n in range(8))}
+"""The last eight of the tokens that rows are drawn from are new to this model."""
 MIXTURE: dict[str, Any] = {"micro_batch": 2, "router_loss_weight": 0.5}
 """One micro-batch a rank on two ranks, or two on one: the same micro-batches."""
 SHARDED_MIXTURE: dict[str, dict[str, Any]] = {
@@ -106,6 +109,8 @@ def single(part: Part) -> None:
         for name, micro_batch in (("one-batch", 4), ("single", 2)):
             trainer = part.trainer(method=method, micro_batch=micro_batch)
             part.keep(f"{method}-{name}", trainer, trainer.train(0, NUM_STEPS))
+    trainer = part.trainer("lacking", **NEW_ROWS)
+    part.keep("rows-single", trainer, trainer.train(0, NUM_STEPS))
     _train_mixture(part, "mixture-single", {})
 
 
@@ -122,7 +127,8 @@ def many(part: Part) -> None:
     """Every sharding, some with LoRA too; a checkpoint on the way of two of them."""
     part.notes["memory"] = _load_large(part)
     for method, name in CASES:
-        trainer = part.trainer(method=method, **SHARDED[name])
+        settings = {"model": "lacking", **NEW_ROWS} if method == "rows" else {"method": method}
+        trainer = part.trainer(**settings, **SHARDED[name])
         wrapping = _describe_wrapping(trainer)
         losses = trainer.train(0, FIRST_STOP)
         if name == ("fsdp" if method == "full" else "ddp"):

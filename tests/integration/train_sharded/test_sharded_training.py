@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from shard_worker import CASES, SHARDED_MIXTURE
 
-from shard_cases import NUM_STEPS, make_mixture, make_model, make_store
+from shard_cases import NUM_STEPS, VOCABULARY, make_mixture, make_model, make_store
 
 WORKER = Path(__file__).with_name("shard_worker.py")
 METHODS = ("full", "lora")
@@ -50,6 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sharded")
     make_store(folder / "store")
     make_model(folder / "model")
+    make_model(folder / "lacking", vocab_size=VOCABULARY - 8)
     make_mixture(folder / "mixture")
     make_model(folder / "large", hidden_size=512, intermediate_size=1536, num_hidden_layers=16)
     started = [("single", _start("single", folder, 1)), ("many", _start("many", folder, 2))]

@@ -65,8 +65,8 @@ def test_numbers_of_a_small_set(tmp_path: Path, model_folder: Path) -> None:
 
 
 def test_text_is_trained_whole(tmp_path: Path, model_folder: Path) -> None:
-    path = tmp_path / "a.txt"
-    path.write_text("one two three\nfour five\n")
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "one two three"}\n{"text": "four five"}\n')
 
     profile = profile_dataset(path, seq_len=64, model=str(model_folder))
 

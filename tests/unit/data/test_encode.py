@@ -22,6 +22,7 @@ from tightfit.core.errors import InvalidInputError, SetupError
 from tightfit.core.files import cache_folder
 from tightfit.core.settings import TrainOn
 from tightfit.core.strategy import DataSource
+from tightfit.data import readers
 from tightfit.data.encode import EncodedDataset, EncodeRequest, encode_dataset
 from tightfit.data.profile import profile_dataset, profile_from_store
 from tightfit.data.token_store import TokenStore, epoch_rows
@@ -197,7 +198,7 @@ def test_plain_text_is_cut_into_pieces(tmp_path: Path) -> None:
     path.write_text("short text\n" + "hello the lazy dog " * 100 + "\n<|begin_of_text|>twice")
     tokenizer = load_tokenizer(folder)
 
-    encoded = encode(folder, path, seq_len=64)
+    encoded = encode(folder, DataSource(path=str(path), text_rows="line"), seq_len=64)
 
     rows = texts(encoded.train, folder)
     assert rows[0] == "<|begin_of_text|>short text<|eot_id|>"
@@ -211,6 +212,44 @@ def test_plain_text_is_cut_into_pieces(tmp_path: Path) -> None:
     assert encoded.report.template == "none"
     assert encoded.train.place(len(encoded.train) - 1) == f"{path} line 3"
     assert tokenizer.eos_id in encoded.train.description.stop_token_ids
+
+
+def test_a_document_has_one_begin_and_one_end_however_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_model(tmp_path / "model", "llama-3")
+    (tmp_path / "books").mkdir()
+    text = "the lazy dog\n\n" * 300
+    (tmp_path / "books" / "a.txt").write_text(text)
+    (tmp_path / "books" / "b.md").write_text("# hello\n\nyou")
+    monkeypatch.setattr(readers, "MAX_PART_CHARS", 1000)
+    profile = profile_dataset(tmp_path / "books", seq_len=64, model=str(folder))
+
+    encoded = encode(folder, tmp_path / "books", seq_len=64)
+
+    rows = texts(encoded.train, folder)
+    assert "".join(rows[:-1]) == f"<|begin_of_text|>{text.removesuffix(chr(10))}<|eot_id|>"
+    assert rows[-1] == "<|begin_of_text|># hello\n\nyou<|eot_id|>"
+    # Parts are counted like documents of their own, each with a mark.
+    assert profile.num_tokens == pytest.approx(encoded.train.description.num_tokens, abs=8)
+    assert profile.num_rows == pytest.approx(len(rows), abs=8)
+    assert profile.num_lost_tokens == profile.num_truncated == 0
+
+
+@pytest.mark.parametrize("seq_len", range(3, 30))
+def test_no_token_of_a_text_is_left_out(tmp_path: Path, seq_len: int) -> None:
+    folder = make_model(tmp_path / "model", "llama-3")
+    path = write(tmp_path / "a.jsonl", [{"text": "hello the lazy dog"}])
+    tokenizer = load_tokenizer(folder)
+
+    store = encode(folder, path, seq_len=seq_len).train
+
+    rows = [store.row(number).tokens.tolist() for number in range(len(store))]
+    if len(rows) > 1 and rows[-1][0] == rows[-2][-1] and len(rows[-1]) == 2:
+        rows[-1] = rows[-1][1:]  # a last token alone has the one before it beside it
+    text = "<|begin_of_text|>hello the lazy dog<|eot_id|>"
+    assert tokenizer.decode([token for row in rows for token in row]) == text
+    assert all(len(store.row(number).tokens) > 1 for number in range(len(store)))
 
 
 def test_encoder_decoder_pairs(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError, UserError
 from tightfit.data import readers
-from tightfit.data.sources import data_files, read_rows
+from tightfit.data.sources import data_files, read_file, read_rows
 
 ROWS = [
     {"prompt": "What is 2 + 2?", "completion": "4"},
@@ -149,10 +149,48 @@ def test_text_lines_become_rows_with_their_line_numbers(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("one\n\n  \ntwo \r\n")
 
-    assert [(row.values, row.number) for row in read_rows(path)] == [
+    assert [(row.values, row.number) for row in read_file(path, by_line=True)] == [
         ({"text": "one"}, 1),
         ({"text": "two"}, 4),
     ]
+
+
+def test_a_text_file_is_one_document(tmp_path: Path) -> None:
+    path = tmp_path / "a.md"
+    path.write_bytes("# Title\r\n\r\nfirst ü\n\nlast\n".encode())
+
+    assert [(row.values, row.has_before, row.has_more) for row in read_rows(path)] == [
+        ({"text": "# Title\n\nfirst ü\n\nlast"}, False, False)
+    ]
+
+
+def test_a_document_that_is_too_large_comes_in_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(readers, "MAX_PART_CHARS", 100)
+    path = tmp_path / "a.txt"
+    text = "\n".join(f"line {number} " * 3 for number in range(40)) + "\n \n"
+    path.write_text(text)
+
+    rows = list(read_rows(path))
+
+    assert len(rows) == 10
+    assert "".join(row.values["text"] for row in rows).strip() == text.strip()
+    assert [row.has_before for row in rows] == [False, *[True] * (len(rows) - 1)]
+    assert [row.has_more for row in rows] == [*[True] * (len(rows) - 1), False]
+    lines = text.split("\n")
+    assert all(row.values["text"].startswith(lines[row.number - 1]) for row in rows)
+
+
+def test_markdown_beside_rows_is_about_them(tmp_path: Path) -> None:
+    (tmp_path / "README.md").write_text("# A dataset card")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "b.md").write_text("# Notes")
+    assert [path.name for path in data_files(tmp_path)] == ["README.md", "b.md"]
+
+    (tmp_path / "train.jsonl").write_text('{"text": "a"}\n')
+
+    assert [path.name for path in data_files(tmp_path)] == ["train.jsonl"]
 
 
 def test_line_numbers_of_pretty_json(tmp_path: Path) -> None:

@@ -184,6 +184,22 @@ CASES: dict[str, tuple[Callable[[], Case], Callable[[], Case]]] = {
         lambda: _case({"router_loss_weight": 0.01, "trainer": "trl@1.16"}, model="Mixtral-8x7B"),
         lambda: _case({"trainer": "trl@1.16"}, model="Mixtral-8x7B"),
     ),
+    "new-tokens-encoder": (
+        lambda: _case({"add_tokens": ("<a>",)}, model="t5-base"),
+        lambda: _case({"add_tokens": ("<a>",)}),
+    ),
+    "new-tokens-zero3": (
+        lambda: _case({"add_special_tokens": ("<a>",), **_ZERO3}),
+        lambda: _case({"add_special_tokens": ("<a>",), **_FSDP4}),
+    ),
+    "new-tokens-head-bias": (
+        lambda: _head_bias(_case({"add_tokens": ("<a>",), "method": "lora"})),
+        lambda: _head_bias(_case({"add_tokens": ("<a>",), "method": "full"})),
+    ),
+    "new-tokens-trainer": (
+        lambda: _case({"add_tokens": ("<a>",), "trainer": "trl@1.16"}),
+        lambda: _case({"trainer": "trl@1.16"}),
+    ),
     "compile-over-fused": (
         lambda: _case({"compile": True, "fused_kernels": True}),
         lambda: _case({"compile": True}),
@@ -462,6 +478,10 @@ def _narrow_rows(case: Case) -> Case:
     }
     spec = read_config(config, name="narrow", source="a test")
     return case._replace(spec=spec)
+
+
+def _head_bias(case: Case) -> Case:
+    return case._replace(spec=case.spec.model_copy(update={"lm_head_bias": True}))
 
 
 def _wide_heads(case: Case) -> Case:

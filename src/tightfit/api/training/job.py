@@ -8,7 +8,12 @@ from pathlib import Path
 from tightfit.api.options.training import TrainingOptions
 from tightfit.api.plan import search_plans
 from tightfit.api.training.hardware import find_hardware
-from tightfit.api.training.recipe import RunRecipe, make_request, report_reading
+from tightfit.api.training.recipe import (
+    RunRecipe,
+    make_request,
+    read_new_tokens,
+    report_reading,
+)
 from tightfit.api.training.tracing import trace_search
 from tightfit.core.errors import UsageError
 from tightfit.core.progress import Progress
@@ -17,6 +22,7 @@ from tightfit.core.settings import Method, names_where
 from tightfit.core.strategy import Training
 from tightfit.core.text import count_of
 from tightfit.data.encode import EncodedDataset, EncodeRequest, encode_dataset
+from tightfit.data.new_tokens import with_new_tokens
 from tightfit.data.profile import profile_from_store
 from tightfit.hardware.types import Cluster
 from tightfit.models.spec import ModelSpec
@@ -64,10 +70,10 @@ def plan_job(
         fixed |= {name: getattr(begun.strategy, name) for name in kept}
         fixed["seq_len"] = encoded_len(begun)
         recipe = recipe.model_copy(update={"effective_batch": begun.effective_batch})
-    request = make_request(recipe, read_spec(recipe.model, folder), fixed)
+    request = make_request(recipe, read_spec(recipe.model, folder), fixed, model=folder)
     encoded = encode_for(
         training[Method.LORA],  # the data side is the same for every method
-        model_folder=folder,
+        model_folder=with_new_tokens(folder, read_new_tokens(fixed)),
         seq_len=request.planned_seq_len,
         cache=cache,
         progress=options.progress,
@@ -102,7 +108,7 @@ def reuse_plan(
     training = _make_training(wanted.recipe, saved, folder)
     encoded = encode_for(
         training,
-        model_folder=folder,
+        model_folder=with_new_tokens(folder, saved.strategy.new_tokens),
         seq_len=encoded_len(saved),
         cache=cache,
         progress=options.progress,

@@ -20,6 +20,7 @@ from tightfit.api.training.settings import (
 )
 from tightfit.core.errors import InvalidInputError, UsageError
 from tightfit.core.frozen import Frozen
+from tightfit.core.new_tokens import NEW_TOKENS, NewTokens
 from tightfit.core.options import list_given, read_word
 from tightfit.core.profiles import DataProfile
 from tightfit.core.progress import Progress
@@ -30,6 +31,7 @@ from tightfit.core.strategy import DataSource
 from tightfit.core.text import shorten
 from tightfit.core.trackers import TRACKERS
 from tightfit.core.trainers import TrainerVersion, find_trainer
+from tightfit.data.new_tokens import grow_spec
 from tightfit.models.spec import ModelSpec
 from tightfit.planning.plan import Plan
 from tightfit.planning.request import DEFAULT_EFFECTIVE_BATCH, JobRequest
@@ -54,7 +56,9 @@ def read_plan_job(options: PlanOptions) -> tuple[Recipe, JobRequest]:
     recipe, settings = _read_asked(options)
     fixed = recipe.fixed_strategy() | settings
     trainer = find_trainer(options.trainer) if options.trainer else None
-    request = make_request(recipe, resolve_model(recipe.model), fixed, trainer=trainer)
+    request = make_request(
+        recipe, resolve_model(recipe.model), fixed, model=recipe.model, trainer=trainer
+    )
     sources = training_sources(recipe)
     if sources:
         profile = profile_sources(
@@ -72,11 +76,13 @@ def make_request(
     spec: ModelSpec,
     fixed: dict[str, Any],
     *,
+    model: str | Path,
     trainer: TrainerVersion | None = None,
 ) -> JobRequest:
-    """What is asked of the planner, before the data is known; `fixed` is what is not searched."""
+    """What is asked of the planner, before the data is known; `fixed` is what is not searched.
+    `model`: where its tokenizer is looked up."""
     return JobRequest(
-        spec=spec,
+        spec=grow_spec(spec, model, read_new_tokens(fixed)),
         method=recipe.method.value,
         seq_len=fixed.get("seq_len"),
         effective_batch=recipe.effective_batch or DEFAULT_EFFECTIVE_BATCH,
@@ -85,6 +91,10 @@ def make_request(
         fixed={name: value for name, value in fixed.items() if name != "seq_len"},
         trainer=trainer,
     )
+
+
+def read_new_tokens(fixed: dict[str, Any]) -> NewTokens:
+    return NewTokens(*(fixed.get(name, ()) for name in NEW_TOKENS))
 
 
 _PROFILES: dict[Any, DataProfile] = {}

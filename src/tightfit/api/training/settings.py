@@ -12,9 +12,10 @@ from pydantic import ValidationError
 
 from tightfit.api.options.training import JobOptions, TrainingOptions
 from tightfit.core.errors import UsageError
+from tightfit.core.new_tokens import NEW_TOKENS, read_token_files
 from tightfit.core.options import list_given, repeat_options
 from tightfit.core.recipe import Recipe
-from tightfit.core.settings import RENAMED_SETTINGS, Method, names_where
+from tightfit.core.settings import RENAMED_SETTINGS, Method, find_setting, names_where
 from tightfit.core.strategy import Strategy
 from tightfit.core.text import did_you_mean, nearest, sanitize, shorten
 from tightfit.core.validation import describe_validation_errors
@@ -124,6 +125,8 @@ def _split(text: str) -> tuple[str, str]:
 
 
 def _read_value(name: str, text: str) -> Any:
+    if name in NEW_TOKENS:
+        return read_token_files([part for part in text.split(",") if part])
     if name == "lora_targets":
         return tuple(part.strip() for part in text.split(",") if part.strip())
     if Strategy.model_fields[name].annotation is bool:
@@ -149,6 +152,8 @@ def _refuse(error: ValidationError, typed: Mapping[str, str]) -> UsageError:
 
 def _example(name: str) -> str:
     field = Strategy.model_fields[name]
+    if name in NEW_TOKENS:
+        return find_setting(name).setting.example
     return "true" if field.annotation is bool else show_value(field.get_default())
 
 

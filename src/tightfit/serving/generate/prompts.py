@@ -124,7 +124,7 @@ def _read(request: PromptRequest, stdin: IO[bytes] | None) -> Iterator[_Asked]:
         path = Path(request.path).expanduser()
         # A bracket ends the name of a part of a data file: rows.jsonl[:10].
         if path.is_dir() or str(path).endswith("]") or holds_rows(path):
-            rows = read_part(open_source(DataSource(path=request.path)))
+            rows = read_part(open_source(DataSource(path=request.path, text_rows="line")))
         else:
             file_mode(path)
             with open_data(path) as opened:

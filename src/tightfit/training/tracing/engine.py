@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from tightfit.core.dtypes import Dtype
 from tightfit.core.settings import Sharding
 from tightfit.core.strategy import Strategy, Training, default_learning_rate
+from tightfit.runtime.adapters import NEW_ROWS
 from tightfit.runtime.kernels.fp8 import FP8, scale_matrix
 from tightfit.runtime.kernels.fused_lora import is_augmented
 from tightfit.runtime.layers import decoder_layers, is_dequantized
@@ -50,7 +51,7 @@ from tightfit.training.tracing.fake_kernels import (
     quantize_on_gpu,
 )
 
-_ADAPTER = "lora_"
+_ADAPTERS = ("lora_", NEW_ROWS)
 _COPY = "modules_to_save"
 _WRAPPINGS = ("base_layer", "original_module")
 """Names that peft adds between a module and its weights, which checkpoints do not have."""
@@ -234,7 +235,7 @@ class _Loading:
         path = name.split(".")
         if _COPY in path:
             return self._plain
-        index = next(at for at, part in enumerate(path) if part.startswith(_ADAPTER))
+        index = next(at for at, part in enumerate(path) if part.startswith(_ADAPTERS))
         adapted: Any = self._module.get_submodule(".".join(path[:index]))
         base = getattr(adapted, "base_layer", None)
         if base is None:
@@ -260,7 +261,8 @@ class _Loading:
 
 
 def _is_added(name: str) -> bool:
-    return any(part.startswith(_ADAPTER) or part == _COPY for part in name.split("."))
+    parts = name.split(".")
+    return any(part.startswith(_ADAPTERS) or part == _COPY for part in parts)
 
 
 def _sort_key(name: str) -> list[tuple[bool, int, str]]:
