@@ -360,7 +360,7 @@ def _list_regexes(name: str, value: object) -> list[str]:
 def _is_quick(regex: str) -> bool:
     """Whether matching takes no time that a stranger may choose: no repeat inside a repeat."""
     try:
-        from re import _parser as parser  # type: ignore[attr-defined]
+        from re import _parser as parser
     except ImportError:  # Python 3.10
         import sre_parse as parser
     if len(regex) > _MAX_REGEX_CHARS:
