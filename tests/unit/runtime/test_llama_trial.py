@@ -25,7 +25,7 @@ def test_a_child_that_was_killed_says_nothing_about_the_file(
     """A result that crashes llama.cpp is rejected; one whose trial was killed is not."""
     run = subprocess.run
 
-    def end(command: list[str], **more: Any) -> Any:
+    def end(_: list[str], **more: Any) -> Any:
         return run(["bash", "-c", f"kill -{int(ended_by)} $$"], **more)
 
     monkeypatch.setattr(subprocess, "run", end)
