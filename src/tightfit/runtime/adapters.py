@@ -124,6 +124,10 @@ def save_adapter(model: PeftModel, folder: Path, state: dict[str, Any] | None = 
         every = model.named_parameters(remove_duplicate=False)
         named = {name: first[id(parameter)] for name, parameter in every}
         state = state | {name: state[known] for name, known in named.items() if known in state}
+    config: Any
+    for config in model.peft_config.values():
+        if isinstance(config.target_modules, set):  # in an order of each process's own
+            config.target_modules = sorted(config.target_modules)
     model.save_pretrained(
         str(folder),
         state_dict=state,
