@@ -174,7 +174,7 @@ class CaseRun:
             outcome = train_step(
                 engine,
                 batches,
-                num_trained_tokens=num_trained,
+                divisor=num_trained,
                 learning_rate=self._learning_rate * min(1.0, (step + 1) / WARM_UP_STEPS),
                 seeds=tuple(mix_seed(0, step, place) for place in range(len(batches))),
             )

@@ -88,7 +88,7 @@ class Run:
         outcome = train_step(
             self.engine,
             batches,
-            num_trained_tokens=sum(self.num_trained) * self.job.num_ranks,
+            divisor=sum(self.num_trained) * self.job.num_ranks,
             learning_rate=LEARNING_RATE,
             seeds=tuple(mix_seed(0, number, index, 0) for index in range(len(self.batches))),
         )

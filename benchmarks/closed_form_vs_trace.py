@@ -3,6 +3,7 @@
     .venv/bin/python benchmarks/closed_form_vs_trace.py --jobs 200     # table, and the result file
     .venv/bin/python benchmarks/closed_form_vs_trace.py --check        # fails if it got worse
     .venv/bin/python benchmarks/closed_form_vs_trace.py --again        # new formulas, same traces
+    .venv/bin/python benchmarks/closed_form_vs_trace.py --preferences  # pairs and references
 
 Draws strategies that the rules allow, traces them until there are enough, and compares the peak of
 allocated memory. What the tracer refuses is counted by its reason. A check recomputes the closed
@@ -23,6 +24,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from _preference_jobs import list_jobs
 from _provenance import check_total, write_result
 from _random_jobs import draw_jobs
 from _trace_peak import prepare_process, trace_peak
@@ -37,6 +39,7 @@ from tightfit.trace.tracer import list_versions
 from tightfit.training.tracing.job import TraceJob
 
 RESULT = Path(__file__).resolve().parent / "results" / "closed_form_vs_trace.json"
+PREFERENCES = RESULT.with_name("closed_form_vs_trace_preferences.json")
 SEED = 2026
 NOISE = 0.002
 MAX_MEDIAN_ERROR = 0.05
@@ -132,6 +135,29 @@ def trace_until(count: int, journal: Path, num_workers: int) -> list[dict[str, A
     return [known[number] for number in sorted(known)]
 
 
+def trace_preferences(count: int, journal: Path) -> int:
+    """Trace the first of `_preference_jobs.py`; the journal survives a stop."""
+    known = {row["n"]: row for row in read_journal(journal)}
+    prepare_process()
+    for number, job in enumerate(islice(list_jobs(), count)):
+        if number not in known:
+            known[number] = trace_one((number, *job))
+            with journal.open("a") as lines:
+                lines.write(json.dumps(known[number]) + "\n")
+    rows = compare_all([row for row in known.values() if "traced_bytes" in row])
+    refused = Counter(row["problem"] for row in known.values() if "problem" in row)
+    print("\n".join(map(describe, rows)))
+    write_result(
+        PREFERENCES,
+        "benchmarks/closed_form_vs_trace.py --preferences",
+        versions=list_versions(),
+        total=summarise(rows),
+        refused=dict(refused.most_common()),
+        rows=rows,
+    )
+    return 0
+
+
 def list_unseen(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [row for row in rows if row["n"] >= NUM_SEEN_DRAWS and row["n"] not in SEEN_LATER]
 
@@ -180,6 +206,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="compare with the committed result")
     parser.add_argument("--again", action="store_true", help="compare stored traces anew")
+    parser.add_argument("--preferences", action="store_true", help="preference objectives alone")
     parser.add_argument("--renew", nargs="+", default=[], help="models whose jobs to trace again")
     parser.add_argument("--jobs", type=int, default=200, help="how many to trace")
     parser.add_argument("--workers", type=int, default=2)
@@ -188,6 +215,8 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.check:
         return check()
+    if arguments.preferences:
+        return trace_preferences(arguments.jobs, arguments.journal)
     if arguments.again or arguments.renew:
         return compare_again(arguments.renew)
     prepare_process()

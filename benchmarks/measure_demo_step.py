@@ -174,7 +174,7 @@ def describe_job(recipe: Path, run: Path, num_steps: int) -> dict[str, Any]:
     steps = []
     for step in range(num_steps):
         dealt = sampler.deal(step, rank=0, world_size=1, micro_batch=batch)
-        packs = [sampler.rows(item) for item in dealt.micro_batches[0]]
+        packs = [[sampler.store.row(row) for row in item] for item in dealt.micro_batches[0]]
         steps.append(
             [
                 {

@@ -1,6 +1,6 @@
 """`plan` and `estimate` of every model of the catalogue on every GPU of it.
 
-    python benchmarks/plan_catalogue.py           # all pairs, and the result file: ten minutes
+    python benchmarks/plan_catalogue.py           # all pairs, and the result file: half an hour
     python benchmarks/plan_catalogue.py --check   # some pairs, other ones for each version
 
 What may come is a plan, or one error that says why there is none. Anything else is counted as a

@@ -10,6 +10,7 @@ import pytest
 from tightfit.core.settings import Method
 from tightfit.core.strategy import Strategy
 from tightfit.estimation.flops import (
+    count_passes_aside,
     estimate_adapter_flops,
     estimate_forward_flops,
     estimate_step_flops,
@@ -130,3 +131,48 @@ def test_lora_step_flops_equal_torchs_count(checkpointing: bool) -> None:
 
     assert estimate_adapter_flops(spec, strategy, tokens=BATCH * LENGTH) > 0
     assert ours == pytest.approx(count(tuned, backward=True), rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("objective", ["dpo", "orpo", "kto"])
+def test_preferences_cost_the_passes_that_they_make(objective: str) -> None:
+    """The reference with its adapters off, KTO's divergence, logits computed once more."""
+    peft = pytest.importorskip("peft", reason="un-skip with: pip install 'tightfit[train]'")
+    from torch.utils.flop_counter import FlopCounterMode
+
+    from tightfit.core.strategy import Training
+    from tightfit.training.preference import build_objective
+    from tightfit.training.step import measure_kl, with_kl
+    from tightfit.training.tracing.job import TraceJob
+    from tightfit.training.tracing.trace import make_real_batch
+
+    model, spec = build("llama")
+    tuned = peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules="all-linear"))
+    tuned.enable_input_require_grads()
+    tuned.train()
+    strategy = Strategy(
+        objective=objective, micro_batch=BATCH, seq_len=LENGTH, checkpointing=False, loss="fused"
+    )
+    training = Training(model_path=".", learning_rate=1e-4)
+    module = build_objective(tuned, strategy, training)
+    job = TraceJob(config={}, strategy=strategy, compute_capability=None)
+    batch = make_real_batch(job, model.config)
+    holder: Any = type("Holder", (), {"module": module})
+    counter = FlopCounterMode(display=False)
+    with counter:
+        if strategy.objective.record.needs_kl:
+            with torch.no_grad():
+                batch = with_kl(batch, measure_kl(holder, [batch], num_examples=BATCH))
+        module(**batch).backward()
+
+    # Masked pairs are computed too, in passes aside as well; a row's first token is not predicted.
+    sequences = BATCH * strategy.objective.record.num_sequences
+    passes = 3 + sum(count_passes_aside(strategy))
+    counted, square = (
+        estimate_forward_flops(spec, num_sequences=sequences, seq_len=LENGTH, skip_masked=skips)
+        for skips in (True, False)
+    )
+    step = estimate_step_flops(spec, strategy)
+    trained = int((batch["labels"][:, 1:] != -100).sum())
+    unread = counted.head * (1 - trained / (sequences * LENGTH))
+    ours = step.model + step.recomputed + passes * (square.attention - counted.attention - unread)
+    assert ours == pytest.approx(counter.get_total_flops(), rel=TOLERANCE)

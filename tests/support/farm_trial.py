@@ -16,6 +16,7 @@ from typing import Any
 from scripted_engine import ScriptedEngine, ScriptedPrompter
 from tightfit.core.sampling import Sampling
 from tightfit.data.formats import Message
+from tightfit.data.tools import Tool
 from tightfit.engines.open import EngineRequest
 from tightfit.engines.protocol import Listener, Request
 from tightfit.farming.backends.local import LocalStarter
@@ -46,9 +47,11 @@ SELF = str(Path(__file__).absolute())
 
 
 class _PlacedPrompter(ScriptedPrompter):
-    def ask(self, messages: Sequence[Message], *, place: str = "") -> tuple[int, ...]:
+    def ask(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, place: str = ""
+    ) -> tuple[int, ...]:
         del place
-        return super().ask(messages)
+        return super().ask(messages, tools)
 
 
 class TrialEngine(ScriptedEngine):

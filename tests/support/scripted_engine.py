@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from tightfit.core.errors import InvalidInputError
+from tightfit.data.call_syntax import CallSyntax
 from tightfit.data.formats import Message
 from tightfit.data.templates import TemplateRenderError
+from tightfit.data.tools import Tool
 from tightfit.engines.protocol import (
     Delta,
     Done,
@@ -26,7 +28,11 @@ from tightfit.engines.protocol import (
 class ScriptedPrompter:
     """A token for every character."""
 
-    def ask(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    call_syntax: CallSyntax | None = None
+    call_control: tuple[int, ...] = ()
+
+    def ask(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> tuple[int, ...]:
+        del tools
         if messages[-1].content == "refuse me":
             raise InvalidInputError(
                 "The chat template refuses these messages: no.", remedy="other messages"

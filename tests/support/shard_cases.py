@@ -14,6 +14,7 @@ import torch
 
 from tightfit.core.attention import Attention
 from tightfit.core.dtypes import Dtype
+from tightfit.core.objectives import ExampleKind
 from tightfit.core.settings import Method, Schedule, Sharding
 from tightfit.core.strategy import Strategy, Training
 from tightfit.data.token_store import NewRow, StoreDescription, StoreFile, StoreWriter, TokenStore
@@ -23,11 +24,12 @@ from tightfit.hardware.machine import read_machine
 from tightfit.hardware.types import Node
 from tightfit.models.config import read_config_file
 from tightfit.planning.plan import Plan, PlanHardware
-from tightfit.training.batches import BatchSampler, collate_padded, without_loss
+from tightfit.training.batches import BatchMaker, BatchSampler, choose_collate, without_loss
 from tightfit.training.distributed import DistContext
 from tightfit.training.engine import build_engine
 from tightfit.training.loop import learning_rate_at
 from tightfit.training.model import find_routing
+from tightfit.training.preference import find_preference
 from tightfit.training.step import ReducedMetrics, all_reduce_metrics, mix_seed, train_step
 
 VOCABULARY = 128
@@ -80,7 +82,13 @@ def make_mixture(folder: Path) -> Path:
     return folder
 
 
-def make_store(folder: Path, *, num_rows: int = 23, seed: int = 3) -> TokenStore:
+def make_store(
+    folder: Path,
+    *,
+    num_rows: int = 23,
+    seed: int = 3,
+    example: ExampleKind = ExampleKind.ANSWER,
+) -> TokenStore:
     """Rows of 4 to 32 random tokens; the first third of each carries no loss."""
     folder.mkdir(parents=True)
     draw = np.random.default_rng(seed)
@@ -98,6 +106,7 @@ def make_store(folder: Path, *, num_rows: int = 23, seed: int = 3) -> TokenStore
                 file=0,
                 number=number,
                 digest=number,
+                is_good=number % 3 > 0,
             )
         )
     writer.close()
@@ -114,6 +123,7 @@ def make_store(folder: Path, *, num_rows: int = 23, seed: int = 3) -> TokenStore
         num_rows_with_stop=0,
         sources=("rows",),
         files=(StoreFile(path="rows", unit="row", source=0),),
+        example=example,
     )
     writer.write_store("train", np.arange(num_rows), description)
     return TokenStore(folder / "train")
@@ -190,6 +200,13 @@ class Trainer:
             seed=self.training.seed,
             shuffle=True,
         )
+        self.maker = BatchMaker(
+            self.store,
+            choose_collate(self.store.description, is_packed=False),
+            seed=self.training.seed,
+            needs_kl=self.plan.strategy.objective.record.needs_kl,
+        )
+        self.preference = find_preference(self.engine.module)
 
     def train(self, start: int, end: int) -> list[float]:
         return [self._step(step) for step in range(start, end)]
@@ -203,17 +220,16 @@ class Trainer:
         )
         made = []
         for items in dealt.micro_batches:
-            rows = [self.sampler.rows(item) for item in items or ((0,),)]
-            batch = collate_padded(rows, pad_token_id=0)
+            batch = self.maker.make(items or ((0,),), nll_weight=dealt.nll_weight)
             made.append(batch if items else without_loss(batch))
-        return made, dealt.num_trained_tokens
+        return made, dealt.divisor
 
     def _step(self, step: int) -> float:
         batches, num_trained = self.batches(step)
         outcome = train_step(
             self.engine,
             batches,
-            num_trained_tokens=num_trained,
+            divisor=num_trained,
             learning_rate=learning_rate_at(step, NUM_STEPS, self.training),
             seeds=tuple(
                 mix_seed(self.training.seed, step, number, self.context.rank)
@@ -222,10 +238,11 @@ class Trainer:
         )
         agreed = all_reduce_metrics(
             outcome,
-            num_trained_tokens=num_trained,
+            divisor=num_trained,
             must_stop=False,
             must_save=False,
             routing=None if self.routing is None else self.routing.take(),
+            preference=None if self.preference is None else self.preference.take(),
         )
         self.metrics.append(agreed)
         return agreed.loss

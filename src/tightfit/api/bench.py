@@ -54,6 +54,7 @@ from tightfit.core.errors import (
     UserError,
 )
 from tightfit.core.files import check_writable, write_atomic
+from tightfit.core.objectives import Objective
 from tightfit.core.options import list_given, repeat_options
 from tightfit.core.packages import require_packages
 from tightfit.core.profiles import DataProfile
@@ -259,7 +260,10 @@ def _expand_saved_plan(options: BenchOptions) -> BenchOptions:
         return options
     refuse_given(
         options,
-        ("method", "seq_len", "effective_batch", "settings", "top", "all_levers"),
+        (
+            *("method", "objective", "seq_len", "effective_batch", "settings", "top"),
+            "all_levers",
+        ),
         what="holds one plan",
         remedy=f"tightfit bench {shlex.quote(plan.model.name)} with the same options    (plans it "
         "anew)",
@@ -275,7 +279,7 @@ def _expand_saved_plan(options: BenchOptions) -> BenchOptions:
     unusual = [
         f"{name}={show_value(getattr(plan.strategy, name))}"
         for name in NOT_SEARCHED
-        if name not in ("method", "seq_len")  # which have options of their own
+        if name not in ("method", "objective", "seq_len")  # which have options of their own
         and getattr(plan.strategy, name) != getattr(plainest, name)
     ]
     return replace(
@@ -284,6 +288,7 @@ def _expand_saved_plan(options: BenchOptions) -> BenchOptions:
         data=data,
         template=template,
         method=words[1],
+        objective=plan.strategy.objective.value,
         seq_len=encoded_len(plan),
         effective_batch=plan.effective_batch,
         settings=[*words[3::2], *unusual],
@@ -293,7 +298,7 @@ def _expand_saved_plan(options: BenchOptions) -> BenchOptions:
 
 def repeat_bench(options: BenchOptions) -> str:
     """The command again as far as it names the job, to be continued with a plan's words."""
-    names = ("data", "on", "seq_len", "effective_batch", "template", "memory_limit")
+    names = ("data", "on", "objective", "seq_len", "effective_batch", "template", "memory_limit")
     given = list_given(options, (*names, "random_weights", "synthetic"))
     given["--set"] = [
         f"{name}={show_value(value)}"
@@ -380,9 +385,12 @@ def _make_rows(
     """The data's own rows where they can be encoded, else made-up ones of the same lengths."""
     sources = training_sources(recipe)
     folder, seq_len = Path(training.model_path), request.planned_seq_len
+    objective = recipe.objective or Objective.SFT
+    example = objective.record.example
     if sources and not options.synthetic and (folder / "tokenizer.json").is_file():
         encoded = encode_for(
             training,
+            objective=objective,
             model_folder=with_new_tokens(folder, read_new_tokens(dict(request.fixed))),
             seq_len=seq_len,
             progress=options.progress,
@@ -397,7 +405,11 @@ def _make_rows(
     guessed = None
     if sources:
         guessed = profile_sources(
-            sources, seq_len=seq_len, model=recipe.model, progress=options.progress
+            sources,
+            seq_len=seq_len,
+            model=recipe.model,
+            example=example,
+            progress=options.progress,
         )
         # Short rows may be packed: as many more of them fill a sequence.
         count *= max(1, round(seq_len / guessed.mean_tokens))
@@ -411,6 +423,7 @@ def _make_rows(
             1.0 if guessed is None else guessed.num_trained_tokens / guessed.num_tokens
         ),
         is_encoder_decoder=request.spec.is_encoder_decoder,
+        example=example,
     )
     if guessed is None:
         return Rows(store=store, profile=None, words=f"random tokens, rows of {seq_len:,}")

@@ -137,7 +137,7 @@ def preview_generate(options: GenerateOptions) -> GeneratePreview:
     job, request = _read(options)
     prompter = open_prompter(request)
     rendered = tuple(
-        prompt.text if job.is_raw else prompter.render(prompt.messages)
+        prompt.text if job.is_raw else prompter.render(prompt.messages, prompt.tools)
         for prompt in job.prompts[:NUM_PREVIEWED_PROMPTS]
     )
     return GeneratePreview(job=job, rendered=rendered, prediction=predict_job(request, job))

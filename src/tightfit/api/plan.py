@@ -159,8 +159,8 @@ def plan(options: PlanOptions) -> PlanResult:
         refuse_given(
             options,
             (
-                *("on", "network", "seq_len", "data", "method", "epochs", "effective_batch"),
-                *("settings", "explain", "trainer"),
+                *("on", "network", "seq_len", "data", "method", "objective", "epochs"),
+                *("effective_batch", "settings", "explain", "trainer"),
             ),
             what="is a saved plan",
             remedy=_suggest_new_plan(saved.plans[0]),

@@ -20,6 +20,7 @@ from tightfit.api.training.recipe import (
     training_sources,
 )
 from tightfit.core.errors import InvalidInputError, UsageError
+from tightfit.core.objectives import ExampleKind, Objective
 from tightfit.core.recipe import Recipe, make_training
 from tightfit.core.settings import Method
 from tightfit.core.strategy import DataSource
@@ -84,6 +85,7 @@ def prepare(options: PrepareOptions) -> PrepareResult:
     try:
         encoded = encode_for(
             training,
+            objective=recipe.objective or Objective.SFT,
             model_folder=with_new_tokens(folder, read_new_tokens(recipe.fixed_strategy())),
             # As the planner would: stated, else the default within what the model can take.
             seq_len=recipe.seq_len or JobRequest(spec=resolve_model(str(folder))).planned_seq_len,
@@ -93,7 +95,8 @@ def prepare(options: PrepareOptions) -> PrepareResult:
     except InvalidInputError as error:
         if "\n" not in error.problem:  # a message of several lines lists rows
             raise
-        raise _make_rows_error(options, training.data, error) from error
+        example = (recipe.objective or Objective.SFT).record.example
+        raise _make_rows_error(options, training.data, error, example) from error
     batching = measure_batches(encoded, seed=training.seed)
     return PrepareResult(recipe=recipe, encoded=encoded, batching=batching)
 
@@ -133,10 +136,13 @@ def _named(name: str, take: str | None) -> DataSource:
 
 
 def _make_rows_error(
-    options: PrepareOptions, sources: tuple[DataSource, ...], refusal: InvalidInputError
+    options: PrepareOptions,
+    sources: tuple[DataSource, ...],
+    refusal: InvalidInputError,
+    example: ExampleKind,
 ) -> InvalidRowsError:
     """One message with a line for each of the first rows."""
-    rows, has_others = list_row_errors(refusal, sources)
+    rows, has_others = list_row_errors(refusal, sources, example)
     counted = re.match(r"([\d,]+) rows?\b", refusal.problem)
     num_rows = max(len(rows), int(counted[1].replace(",", "")) if counted else 0)
     name = sources[0].path if len(sources) == 1 else "The data"
@@ -153,7 +159,9 @@ def _make_rows_error(
 
 
 def list_row_errors(
-    refusal: InvalidInputError, sources: Iterable[DataSource]
+    refusal: InvalidInputError,
+    sources: Iterable[DataSource],
+    example: ExampleKind = ExampleKind.ANSWER,
 ) -> tuple[list[str], bool]:
     """All invalid rows, and whether there are others: the refusal names the first ones, so the
     files are read once more.
@@ -164,7 +172,7 @@ def list_row_errors(
     has_others = False
     for opened in map(open_source, sources):
         for row, row_format in read_source(
-            opened, on_error=lambda error: found.append(error.problem)
+            opened, on_error=lambda error: found.append(error.problem), example=example
         ):
             try:
                 row_format.to_messages(row)
@@ -182,16 +190,18 @@ def measure_batches(encoded: EncodedDataset, *, seed: int) -> Batching:
     import numpy as np
 
     store = encoded.train
-    lengths = store.lengths[epoch_rows(store, seed=seed, epoch=0, shuffle=False)]
+    rows = epoch_rows(store, seed=seed, epoch=0, shuffle=False)
+    lengths, size = store.example_lengths[rows], store.description.rows_per_example
     by_length = count_lengths(lengths)
-    num_tokens, seq_len = int(np.sum(lengths)), encoded.report.seq_len
+    num_tokens = int(sum(np.sum(store.lengths[rows + at]) for at in range(size)))
+    seq_len = encoded.report.seq_len
     is_pair = store.description.is_encoder_decoder
     num_packed = None if is_pair else count_packed_rows(by_length, seq_len)
     return Batching(
         num_rows=len(lengths),
         num_tokens=num_tokens,
         num_packed_rows=num_packed,
-        packed_fraction=None if num_packed is None else num_tokens / (num_packed * seq_len),
+        packed_fraction=None if num_packed is None else num_tokens / (size * num_packed * seq_len),
         padding_waste_fraction={
             size: estimate_padding_waste(by_length.items(), size) for size in MICRO_BATCHES
         },

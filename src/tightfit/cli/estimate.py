@@ -268,6 +268,8 @@ def _render_surroundings(estimate: Estimate) -> RenderableType:
     if time.seconds_per_epoch is not None:
         steps = count_of(time.steps_per_epoch, "step") if time.steps_per_epoch else ""
         rows.append(("epoch", render_seconds(time.seconds_per_epoch), steps))
+    if time.compile_seconds:
+        rows.append(("compiling", render_seconds(time.compile_seconds), "once; the code is kept"))
     columns = ("", "needs", "~made of")
     return make_table(columns, rows)
 

@@ -37,6 +37,7 @@ from tightfit.estimation.result import TRACED, Verdict
 from tightfit.hardware.types import Cluster
 from tightfit.planning.buying import Offer
 from tightfit.planning.describe import (
+    count_examples,
     describe_epochs,
     describe_how,
     describe_levers,
@@ -49,7 +50,7 @@ from tightfit.planning.describe import (
 from tightfit.planning.plan import Exclusion, Plan
 from tightfit.planning.ranking import explain_order
 from tightfit.planning.request import JobRequest
-from tightfit.planning.search import GroupBest, SearchResult, find_run_seconds
+from tightfit.planning.search import GroupBest, SearchResult
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -281,8 +282,8 @@ def _list_cards(plans: Sequence[Plan], cluster: Cluster | None) -> list[str]:
 
 def _render_subject(best: Plan, cards: Sequence[str]) -> RenderableType:
     spec = best.model
-    sequences = count_of(best.effective_batch, "sequence")
-    length = f"{best.strategy.seq_len:,} tokens a sequence, {sequences} a step"
+    examples = count_examples(best.strategy, best.effective_batch)
+    length = f"{best.strategy.seq_len:,} tokens a sequence, {examples} a step"
     epochs = f", {describe_epochs(best.num_epochs)}" if best.data is not None else ""
     shown = " + ".join(cards[:NUM_CARDS])
     more = f" and {len(cards) - NUM_CARDS} more" if len(cards) > NUM_CARDS else ""
@@ -350,9 +351,9 @@ def _speed_cell(found: Plan) -> str:
     epoch = time.seconds_per_epoch
     shortest, longest = render_seconds(epoch * low), render_seconds(epoch * high)
     lines = [f"{render_seconds(epoch)} an epoch", f"{shortest} to {longest}"]
-    if found.num_epochs != 1:
-        whole = render_seconds(epoch * found.num_epochs)
-        lines.append(f"{describe_epochs(found.num_epochs)}: {whole}")
+    run_seconds = time.run_seconds(found.num_epochs)
+    if run_seconds is not None and run_seconds != epoch:
+        lines.append(f"{describe_epochs(found.num_epochs)}: {render_seconds(run_seconds)}")
     return "\n".join([*lines, f"{time.tokens_per_second:,.0f} tokens/s"])
 
 
@@ -369,11 +370,13 @@ def _cost_cell(found: Plan) -> str:
 
 def _describe_needs(best: Plan) -> str:
     host, disk = best.estimate.host, best.estimate.disk
+    compiling = best.estimate.time.compile_seconds
+    first = f" The first start compiles for about {render_seconds(compiling)}." if compiling else ""
     if best.hardware.node.gpu.is_cpu:
-        return f"Also needs {render_bytes(disk.bytes)} of disk."
+        return f"Also needs {render_bytes(disk.bytes)} of disk.{first}"
     of = f" of {render_bytes(host.capacity_bytes)}" if host.capacity_bytes else ""
     needs = f"Also needs {render_bytes(host.peak_bytes)}{of} host RAM per node"
-    return f"{needs} and {render_bytes(disk.bytes)} of disk."
+    return f"{needs} and {render_bytes(disk.bytes)} of disk.{first}"
 
 
 def _render_excluded(result: SearchResult, *, is_explained: bool) -> Iterator[RenderableType]:
@@ -418,7 +421,7 @@ def _group_row(best: GroupBest, shown: Plan | None) -> tuple[str, ...]:
     if plan is None:
         return sanitize(group.name), "nothing fits", "-", limit, nodes, "-"
     how = describe_how(plan.strategy, plan.hardware.node.gpu.name)
-    seconds = find_run_seconds(plan.estimate, plan.num_epochs)
+    seconds = plan.estimate.time.run_seconds(plan.num_epochs)
     speed = f"{plan.estimate.time.tokens_per_second:,.0f}"
     run = speed if seconds is None else render_seconds(seconds)
     starts = {True: "now", False: "must wait", None: "unknown"}[best.can_start_now]
@@ -472,8 +475,9 @@ def _offer_row(place: int, offer: Offer) -> tuple[Cell, ...]:
     rent.append("\n" + ", ".join(words), style="not bold dim")
     run = offer.usd_per_run
     speed = f"{time.tokens_per_second:,.0f}"
-    if time.seconds_per_epoch is not None:
-        speed = render_seconds(time.seconds_per_epoch * offer.plan.num_epochs)
+    run_seconds = time.run_seconds(offer.plan.num_epochs)
+    if run_seconds is not None:
+        speed = render_seconds(run_seconds)
     return (
         str(place),
         rent,

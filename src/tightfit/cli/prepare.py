@@ -44,6 +44,7 @@ from tightfit.core.text import count_of, sanitize
 from tightfit.core.units import render_count
 from tightfit.data.encode import EncodedDataset
 from tightfit.data.formats import FORMATS
+from tightfit.data.preferences import PREFERENCE_FORMATS
 from tightfit.data.report import NUM_SHOWN, DataReport, SourceReport
 from tightfit.data.tokenizer import load_tokenizer
 from tightfit.data.view import (
@@ -272,7 +273,7 @@ def _source_row(source: SourceReport, is_mixed: bool) -> list[str]:
 def _format_words(name: str) -> str:
     if not name:
         return "nothing known"
-    titles = {one.name: one.title for one in FORMATS.values()}
+    titles = {one.name: one.title for one in (FORMATS | PREFERENCE_FORMATS).values()}
     return " and ".join(titles.get(part) or part for part in name.split("+"))
 
 
@@ -435,7 +436,7 @@ def _render_rows(
         file, _, number = row.place.rpartition("/")[2].rpartition(" ")
         yield ""
         yield Text.assemble(
-            plain(f"{file} {number}"),
+            plain(f"{file} {number}" + (f", {row.answer}" if row.answer else "")),
             (f", {row.num_tokens:,} tokens, {row.num_trained_tokens:,} trained ({share:.0%})", ""),
             style="bold",
         )
@@ -473,6 +474,7 @@ def find_next(options: PrepareOptions, recipe: Recipe) -> NextStep:
     """The command that trains on this very encoding."""
     words: list[str] = []
     for option, value in (
+        ("--objective", options.objective),
         ("--eval", options.eval),
         ("--seq-len", options.seq_len),
         ("--template", options.template),

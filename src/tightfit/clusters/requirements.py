@@ -46,7 +46,10 @@ def estimate_run_seconds(plan: Plan) -> float | None:
     """The whole run with its margins; None where its length is not known."""
     if not plan.num_steps:
         return None
-    return plan.estimate.time.seconds_per_step_high * plan.num_steps * TIME_FACTOR + START_SECONDS
+    time = plan.estimate.time
+    stretched = time.seconds_per_step_high / max(time.seconds_per_step, 1e-12)
+    before = stretched * time.reference_seconds_per_step * (time.steps_per_epoch or 0)
+    return (time.seconds_per_step_high * plan.num_steps + before) * TIME_FACTOR + START_SECONDS
 
 
 def round_limit(seconds: float) -> float:

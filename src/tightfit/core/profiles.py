@@ -8,14 +8,17 @@ from tightfit.core.frozen import FiniteFrozen, Frozen
 
 
 class DataProfile(Frozen):
-    """Row lengths of a dataset in tokens, truncated to `seq_len`; made by `data/profile.py`."""
+    """Row lengths of a dataset in tokens, truncated to `seq_len`; made by `data/profile.py`.
+
+    Of preferences a row is an example. A pair is as long as its longer answer with the prompt.
+    """
 
     source: str
     format: str
     """`alpaca`, `chat`, `prompt-completion`, ...: see `data/formats.py`."""
     num_rows: PositiveInt
     num_tokens: PositiveInt
-    """Real tokens of one epoch."""
+    """Real tokens of one epoch; of both answers of a pair, each with the prompt."""
     num_trained_tokens: PositiveInt
     """Tokens that carry loss: the answers."""
     mean_tokens: NonNegativeFloat

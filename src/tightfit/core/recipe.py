@@ -14,6 +14,7 @@ from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError
 from tightfit.core.frozen import FiniteFrozen
 from tightfit.core.new_tokens import NEW_TOKENS, read_token_files
+from tightfit.core.objectives import OBJECTIVE_SETTINGS, Objective
 from tightfit.core.optimizers import Optimizer
 from tightfit.core.settings import (
     MAX_SEQ_LEN,
@@ -102,6 +103,8 @@ class Recipe(_Stated):
     data: tuple[DataSource, ...] = ()
     """In YAML also a single path, or a list of paths."""
     method: RecipeMethod = RecipeMethod.AUTO
+    objective: Objective | None = None
+    """None: sft, which is learnt from answers alone."""
     on: Name | None = None
     """Hardware in words: `4xV100-32GB`, `here`, `slurm:gpu`, or a cluster file."""
     seq_len: Annotated[int, Gt(0), Le(MAX_SEQ_LEN)] | None = None
@@ -121,6 +124,15 @@ class Recipe(_Stated):
     def _is_consistent(self) -> Recipe:
         if self.epochs is not None and self.max_steps is not None:
             raise ValueError("`epochs` and `max_steps` are both given; keep one")
+        objective = self.objective or Objective.SFT
+        stated = [name for name in OBJECTIVE_SETTINGS if getattr(self, name) is not None]
+        unread = [name for name in stated if name not in objective.record.settings]
+        if unread:
+            takers = [one.value for one in Objective if unread[0] in one.record.settings]
+            raise ValueError(
+                f"`{unread[0]}` is for the objectives {', '.join(takers)}, and the recipe's is "
+                f"{objective.value}; leave it out, or write `objective: {takers[0]}`"
+            )
         weights: Dtype = self.fixed_strategy().get("weights", Dtype.BF16)
         if self.method is RecipeMethod.QLORA and not weights.is_quantized:
             raise ValueError(
@@ -163,7 +175,8 @@ def make_training(
     stated |= {"lora_alpha": recipe.lora.alpha, "rslora": recipe.lora.rslora}
     return Training(
         model_path=str(model_path),
-        learning_rate=recipe.learning_rate or default_learning_rate(method, optimizer),
+        learning_rate=recipe.learning_rate
+        or default_learning_rate(method, optimizer, recipe.objective or Objective.SFT),
         **{name: value for name, value in stated.items() if value is not None},
     )
 

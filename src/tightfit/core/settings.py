@@ -15,6 +15,7 @@ from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
 
 from tightfit.core.attention import Attention
 from tightfit.core.dtypes import Dtype
+from tightfit.core.objectives import Objective
 from tightfit.core.optimizers import Optimizer
 from tightfit.core.trackers import TRACKERS, TrackerName
 
@@ -173,6 +174,18 @@ class StrategySettings(_Declared):
     """Every setting of a strategy. `Strategy` is the model that checks them."""
 
     method: Annotated[Method, _of_job("What is trained", recipe_key="method")] = Method.LORA
+    objective: Annotated[
+        Objective,
+        _of_job("What is learnt from the data. [default: sft]", recipe_key="objective"),
+    ] = Objective.SFT
+    """Where its examples are pairs, `micro_batch` counts pairs, and a micro-batch holds twice as
+    many sequences."""
+    precompute_reference: Annotated[
+        bool,
+        Setting("The reference's log-probabilities once, before training. [default: by method]"),
+    ] = False
+    """trl's `precompute_ref_log_probs`: they are kept on disk beside the data. Without it each step
+    runs the reference too: the base with the adapters off or, in full tuning, a frozen copy."""
     weights: Annotated[
         Dtype, Setting("How base weights are stored. [default: by card]", changes_learning=True)
     ] = Dtype.BF16
@@ -266,7 +279,7 @@ class StrategySettings(_Declared):
         int,
         Gt(0),
         Le(MAX_MICRO_BATCH),
-        Setting("Sequences per GPU at once. [default: 1]", example="4"),
+        Setting("Sequences, or pairs, per GPU at once. [default: 1]", example="4"),
     ] = 1
     seq_len: Annotated[
         int,
@@ -386,6 +399,30 @@ class TrainingSettings(_Declared):
     train_on: Annotated[TrainOn, _of_job("Which tokens carry loss. [default: answers]")] = (
         TrainOn.ANSWERS
     )
+    beta: Annotated[
+        Annotated[float, Gt(0), Le(1000)] | None,
+        _of_job(
+            "How strongly preferences are held to the reference; ORPO's weight of the odds ratio. "
+            "[default: by objective, 0.1; simpo 2]",
+            example="0.1",
+        ),
+    ] = None
+    label_smoothing: Annotated[
+        float,
+        Ge(0),
+        Lt(0.5),
+        _of_job("Share of pairs taken to be the wrong way round; dpo, simpo.", example="0.1"),
+    ] = 0.0
+    simpo_gamma: Annotated[
+        Annotated[float, Ge(0), Le(1000)] | None,
+        _of_job("The margin between rewards that SimPO aims at. [default: 0.5]", example="0.5"),
+    ] = None
+    desirable_weight: Annotated[
+        float, Ge(0), Le(1000), _of_job("KTO's weight of answers labelled good.", example="1")
+    ] = 1.0
+    undesirable_weight: Annotated[
+        float, Ge(0), Le(1000), _of_job("KTO's weight of answers labelled bad.", example="1")
+    ] = 1.0
     schedule: Annotated[Schedule, _of_job("The rate after its peak. [default: cosine]")] = (
         Schedule.COSINE
     )
@@ -448,12 +485,16 @@ class JobSettings(_Declared):
     ] = None
     effective_batch: Annotated[
         Annotated[int, Gt(0), Le(10**7)] | None,
-        _of_job("Sequences per optimizer step, over all GPUs. [default: 16]", example="16"),
+        _of_job(
+            "Sequences, or pairs, per optimizer step, over all GPUs. [default: 16]", example="16"
+        ),
     ] = None
     learning_rate: Annotated[
         Annotated[float, Gt(0), Le(10)] | None,
         _of_job(
-            "Peak learning rate. [default: by optimizer; AdamW 2e-4, full 2e-5]", example="2e-4"
+            "Peak learning rate. [default: by objective and optimizer; AdamW 2e-4, full 2e-5; "
+            "dpo 5e-6, full 5e-7]",
+            example="2e-4",
         ),
     ] = None
 

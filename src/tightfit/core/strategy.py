@@ -13,9 +13,11 @@ from pydantic import Field, model_validator
 from tightfit.core.dtypes import Dtype
 from tightfit.core.frozen import FiniteFrozen, Frozen
 from tightfit.core.new_tokens import NewTokens
+from tightfit.core.objectives import Objective
 from tightfit.core.optimizers import Optimizer
 from tightfit.core.settings import (
     RENAMED_SETTINGS,
+    Loss,
     Method,
     Name,
     Sharding,
@@ -70,6 +72,10 @@ class Quirks(Frozen):
     """Each gradient is stepped and freed as soon as it is complete, as torchtune can."""
     plain_modelling: bool = False
     """Experts, and the attention of Falcon, BLOOM and MPT, run as transformers' own code."""
+    late_reference: bool = False
+    """The reference runs after the trained model's forward pass, beside all that it keeps."""
+    tiled_log_probs: bool = False
+    """Log-probabilities of answers by trl's tiles of tokens and words, whose gradients are fp32."""
     wide_adafactor: bool = False
     """transformers' Adafactor, which works in fp32, instead of torch's."""
 
@@ -113,8 +119,30 @@ class Strategy(StrategySettings, Frozen):
         return self.gpus_per_node if self.sharding is Sharding.FSDP_HYBRID else self.world_size
 
     @property
+    def sequences_per_micro_batch(self) -> int:
+        """A pair has two."""
+        return self.micro_batch * self.objective.record.num_sequences
+
+    @property
+    def runs_reference(self) -> bool:
+        """Whether each step runs the reference too."""
+        needs_reference = self.objective.record.needs_reference and self.is_trained
+        return needs_reference and not self.precompute_reference
+
+    @property
+    def copies_reference(self) -> bool:
+        """Whether the reference is a frozen copy: adapters can be switched off, trained weights
+        cannot."""
+        return self.runs_reference and self.method is Method.FULL
+
+    @property
+    def uses_liger_loss(self) -> bool:
+        """Whether Liger's kernels compute the loss. That of preferences is torch's alone."""
+        return self.objective is Objective.SFT and self.loss in (Loss.KERNEL, Loss.FUSED)
+
+    @property
     def tokens_per_micro_batch(self) -> int:
-        return self.micro_batch * self.seq_len
+        return self.sequences_per_micro_batch * self.seq_len
 
     @property
     def tokens_per_step(self) -> int:
@@ -178,10 +206,17 @@ class Strategy(StrategySettings, Frozen):
 # Training: what is learnt and how, as far as no memory estimate depends on it.
 
 
-def default_learning_rate(method: Method, optimizer: Optimizer) -> float:
-    """The optimizer's own for the method."""
-    record = optimizer.record
-    return record.full_rate if method is Method.FULL else record.lora_rate
+def default_learning_rate(
+    method: Method, optimizer: Optimizer, objective: Objective = Objective.SFT
+) -> float:
+    """The optimizer's own for the method, times the objective's share of AdamW's."""
+    is_full = method is Method.FULL
+    own, adamw = (
+        one.record.full_rate if is_full else one.record.lora_rate
+        for one in (optimizer, Optimizer.ADAMW)
+    )
+    stated = objective.record.full_rate if is_full else objective.record.lora_rate
+    return own if stated is None else own * (stated / adamw)
 
 
 DEFAULT_ALPHA_PER_RANK = 2.0
@@ -213,6 +248,15 @@ class Training(TrainingSettings, FiniteFrozen):
     learning_rate: Annotated[float, Field(gt=0)]
     keep_result: bool = True
     """False: what was learnt is dropped at the end: for measuring."""
+
+    def beta_of(self, objective: Objective) -> float:
+        """Stated, or the objective's own."""
+        return (objective.record.beta or 0.0) if self.beta is None else self.beta
+
+    def gamma_of(self, objective: Objective) -> float:
+        """SimPO's target margin; 0 for others."""
+        own = objective.record.gamma
+        return 0.0 if own is None else own if self.simpo_gamma is None else self.simpo_gamma
 
     def scale_alpha(self, rank: int) -> float:
         """LoRA's alpha, stated or by rank."""

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tightfit.core.attention import Attention
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import UsageError
+from tightfit.core.objectives import Objective
 from tightfit.core.optimizers import Optimizer
 from tightfit.core.settings import Loss, Method, Sharding
 from tightfit.core.text import did_you_mean, shorten
@@ -72,6 +73,8 @@ class Trainer:
     earliest: str = ""
     """The earliest that was looked at, where that is not the same one."""
     facts: tuple[Fact, ...]
+    objectives: tuple[Objective, ...] = (Objective.SFT,)
+    """Those that were looked at."""
     config: str = ""
     """`module:function` that writes a plan as its own configuration."""
 
@@ -146,6 +149,10 @@ class TrainerVersion(NamedTuple):
 
     def find_lacking(self, strategy: Strategy, model_type: str) -> str | None:
         """What the strategy asks of this trainer that it does not have, as a reason."""
+        known = self.trainer.objectives
+        if strategy.objective not in known:
+            has = ", ".join(one.value for one in known)
+            return f"{self.title} was not looked at for {strategy.objective.value}, only for {has}"
         for fact in self.facts:
             for name, values in fact.only.items():
                 wanted = getattr(strategy, name)
@@ -390,6 +397,8 @@ TRL = Trainer(
     title="TRL",
     latest="1.16",
     earliest="0.4",
+    # orpo and cpo are in trl.experimental, and hold all logits
+    objectives=(Objective.SFT, Objective.DPO, Objective.IPO, Objective.KTO),
     config="tightfit.planning.trainer_configs:write_trl",
     facts=(
         *_share_hf(
@@ -463,6 +472,14 @@ TRL = Trainer(
             only={"loss": (Loss.FUSED,)},
             allows=("fused-loss-family", "cpu-loss"),
             since="1.7",
+        ),
+        Fact(
+            source="trl 1.16, dpo_trainer.py and kto_trainer.py, _compute_loss: the trained model "
+            "first; kernels/chunked_logprob.py: tiles of 4096 x 32768, fp32 gradients",
+            quirks=("late_reference", "tiled_log_probs"),
+            only={"packing": (False,)},
+            allows=("reference-copy-sharded", "objective-zero3"),
+            when=lambda s, m: s.objective is not Objective.SFT,
         ),
     ),
 )

@@ -5,6 +5,7 @@ content.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tightfit.core.errors import InvalidInputError, SetupError, UserError, first_line
 from tightfit.core.files import atomic_folder, cache_folder, describe_write_error, write_atomic
+from tightfit.core.objectives import ExampleKind, Objective
 from tightfit.core.reading import read_bytes
 from tightfit.core.settings import MAX_SEQ_LEN, TrainOn
 from tightfit.core.strategy import DataSource
@@ -46,6 +48,7 @@ from tightfit.data.token_store import (
     TokenStore,
 )
 from tightfit.data.tokenizer import ChatTokenizer, load_tokenizer
+from tightfit.data.tools import Tool
 
 if TYPE_CHECKING:
     import numpy as np
@@ -67,6 +70,7 @@ class EncoderOptions:
     train_on: TrainOn
     seq_len: int
     is_encoder_decoder: bool
+    example: ExampleKind = ExampleKind.ANSWER
 
 
 class Example(NamedTuple):
@@ -82,6 +86,7 @@ class Example(NamedTuple):
     """Of a document that is read in parts: this is not the first, so it has no mark of begin."""
     has_more: bool = False
     """This is not the last, so it has no mark of end."""
+    tools: tuple[Tool, ...] = ()
 
 
 class _Pending(NamedTuple):
@@ -119,10 +124,17 @@ class RowEncoder:
         rendered = self.renderer.stop_ids if self.renderer else set()
         return tuple(sorted(rendered | self._text_stops))
 
-    def add(self, example: Example) -> Iterator[NewRow]:
+    def read(self, row: Row, row_format: RowFormat) -> Sequence[Any]:
+        """The examples of a row, for `add`. Raises `InvalidInputError`."""
+        is_text = row_format.name == "text"
+        messages, tools = row_format.to_conversation(row)
+        parts = (row.has_before, row.has_more)
+        return [Example(messages, is_text, row.place, 0, row.number, *parts, tools)]
+
+    def add(self, example: Any) -> Iterator[NewRow]:
         """Take one example; now and then a batch of rows comes out."""
         messages = check_text(example.messages, example.place, self._findings)
-        digest = digest_messages(messages)
+        digest = digest_messages(messages, example.tools)
         for sealed, prompt in self._sealed(example._replace(messages=messages)):
             self._pending.append(_Pending(example, digest, sealed, prompt))
             self._num_chars += len(sealed.text) + len(prompt or "")
@@ -149,13 +161,14 @@ class RowEncoder:
     def _sealed(self, example: Example) -> list[tuple[RenderedRow, str | None]]:
         messages, control = example.messages, self._tokenizer.control
         is_all = self._options.train_on is TrainOn.ALL
-        if not any(m.content.strip() for m in messages if is_all or m.role == ASSISTANT):
+        if all(m.is_empty for m in messages if is_all or m.role == ASSISTANT):
             self._findings.add("empty-answer", example.place)
             return []
-        spells_control = any(control.holds_name(message.content) for message in messages)
+        texts = (text for m in messages for text in (m.content, m.reasoning))
+        spells_control = any(control.holds_name(text) for text in texts)
         if self._options.is_encoder_decoder:
             try:
-                rows = self._question_answers(messages)
+                rows = self._question_answers(messages, example.tools)
             except TemplateRenderError as error:
                 self._findings.add("refused", example.place, first_line(error)[:200])
                 return []
@@ -166,19 +179,26 @@ class RowEncoder:
             return [(RenderedRow(control.seal(control.strip_private(text)), ()), None)]
         else:
             try:
-                rendered = self.renderer.rows(messages)
+                rendered = self.renderer.rows(messages, example.tools)
             except TemplateRenderError as error:
                 self._findings.add("refused", example.place, first_line(error)[:200])
                 return []
             if not rendered:
                 self._findings.add("empty-answer", example.place, "nothing asks for the answer")
+            if not is_all:
+                self.counts["tools"] += bool(example.tools)
+                self.counts["calls"] += sum(len(message.tool_calls) for message in messages)
             rows = [(sealed, None) for sealed in rendered]
         if spells_control:
             self._findings.add("control-token", example.place)
         return rows
 
-    def _question_answers(self, messages: list[Message]) -> list[tuple[RenderedRow, str | None]]:
+    def _question_answers(
+        self, messages: list[Message], tools: tuple[Tool, ...]
+    ) -> list[tuple[RenderedRow, str | None]]:
         """One row per answer: all before it is the encoder's, itself the decoder's."""
+        if tools or any(message.tool_calls for message in messages):
+            raise TemplateRenderError("an encoder-decoder learns texts, not tool calls")
         control = self._tokenizer.control
         rows: list[tuple[RenderedRow, str | None]] = []
         for at, message in enumerate(messages):
@@ -299,11 +319,13 @@ def mask_tokens(
     return trained & ~across, int(across.sum())
 
 
-def digest_messages(messages: Sequence[Message]) -> int:
+def digest_messages(messages: Sequence[Message], tools: Sequence[Tool] = ()) -> int:
     """A number for the text of an example; the same text, the same number."""
     digest = hashlib.blake2b(digest_size=8)
+    if tools:
+        digest.update(json.dumps(tools, default=str).encode())
     for message in messages:
-        digest.update(f"{message.role}\x1f{message.content}\x1e".encode("utf-8", "surrogatepass"))
+        digest.update(f"{message.role}\x1f{message.text}\x1e".encode("utf-8", "surrogatepass"))
     return int.from_bytes(digest.digest(), "little")
 
 
@@ -419,6 +441,10 @@ NOTE_TEXTS = {
     "trained.",
     "folded-system": "The template has no system role: in {:,} rows the system text was put before "
     "the first user message.",
+    "short-ids": "The template takes only ids of nine letters and digits: those of tool calls were "
+    "replaced in {:,} rows.",
+    "tools": "{:,} rows declare tools, which are read and not trained.",
+    "calls": "{:,} tool calls are trained; the results of tools are read and not trained.",
     "split": "The template writes earlier turns differently once more follow: {:,} conversations "
     "became one row per answer, each as the model will see it.",
     "appended-stop": "The template ends answers without a token that this tokenizer knows as one: "
@@ -447,7 +473,7 @@ class EncodingJob:
         self._options = options
         self._sources = sources
         self._meter = meter
-        self._encoder = RowEncoder(tokenizer, options, self.findings)
+        self._encoder = _make_encoder(tokenizer, options, self.findings)
         self.writer = StoreWriter(folder)  # last: its files are open from here on
         self._files: list[StoreFile] = []
         self._formats: list[dict[str, None]] = [{} for _ in sources]
@@ -475,7 +501,8 @@ class EncodingJob:
                 self._num_unreadable[number] += 1
                 self.findings.add_error(error)
 
-            for row, row_format in read_source(source, self._meter, note_unreadable):
+            rows = read_source(source, self._meter, note_unreadable, example=self._options.example)
+            for row, row_format in rows:
                 self._take(number, row, row_format, files)
                 self._meter.add_row()
         for new in self._encoder.flush():
@@ -488,7 +515,7 @@ class EncodingJob:
         self._num_read[source] += 1
         self._formats[source].setdefault(row_format.name)
         try:
-            messages = row_format.to_messages(row)
+            examples = self._encoder.read(row, row_format)
         except InvalidInputError as error:
             self.findings.add_error(error)
             return
@@ -496,12 +523,10 @@ class EncodingJob:
         if at not in files:
             files[at] = len(self._files)
             self._files.append(StoreFile(path=at[0], unit=at[1], source=source))
-        is_text = row_format.name == "text"
-        self._num_text_rows += is_text
-        parts = (row.has_before, row.has_more)
-        example = Example(messages, is_text, row.place, files[at], row.number, *parts)
-        for new in self._encoder.add(example):
-            self.writer.add(new)
+        self._num_text_rows += row_format.name == "text"
+        for example in examples:
+            for new in self._encoder.add(example._replace(file=files[at])):
+                self.writer.add(new)
 
     def finish(self, key: str, *, eval_fraction: float, seed: int) -> DataReport:
         """Divide the rows, write both stores, refuse what is pointless to train on."""
@@ -536,7 +561,7 @@ class EncodingJob:
         held_out = self._write_side("eval", sides.eval, key, pad) if len(sides.eval) else None
         template, count, num_lost = self._template, self.findings.count, writer.column("num_lost")
         notes = (*tokenizer.notes, pad_note, sides.note, *self._notes())
-        dropped = ("unreadable", "refused", "empty-answer", "answer-cut-off")
+        dropped = ("unreadable", "refused", "empty-answer", "answer-cut-off", "cut-alike")
         return DataReport(
             key=key,
             seq_len=self._options.seq_len,
@@ -603,9 +628,11 @@ class EncodingJob:
             num_lost_tokens=int(num_lost.sum()),
             longest_row_tokens=self._encoder.longest_row_tokens,
             num_blob_tokens=self.writer.num_tokens,
+            example=self._options.example,
         )
         self.writer.write_store(name, rows, description)
-        return describe_split(lengths, num_trained, with_stop, self._options.seq_len)
+        size = description.rows_per_example
+        return describe_split(lengths, num_trained, with_stop, self._options.seq_len, size=size)
 
     def _source_reports(self, source_ids: NDArray[np.int64]) -> tuple[SourceReport, ...]:
         import numpy as np
@@ -649,6 +676,16 @@ class EncodingJob:
             )
 
 
+def _make_encoder(
+    tokenizer: ChatTokenizer, options: EncoderOptions, findings: DataIssues
+) -> RowEncoder:
+    if options.example is ExampleKind.ANSWER:
+        return RowEncoder(tokenizer, options, findings)
+    from tightfit.data.encode_preferences import PreferenceEncoder  # built on this module
+
+    return PreferenceEncoder(tokenizer, options, findings)
+
+
 def _nothing(findings: DataIssues, options: EncoderOptions) -> InvalidInputError:
     findings.refuse()
     if findings.count("answer-cut-off"):
@@ -677,7 +714,7 @@ def _no_stop(
     )
 
 
-ENCODER_VERSION = 2
+ENCODER_VERSION = 3
 """Raised whenever the same data would be encoded otherwise, so that old caches are not used."""
 
 
@@ -697,6 +734,7 @@ class EncodeRequest:
     """None: as the model's config says."""
     cache: Path | None = None
     """None: `core.cache.cache_folder()`."""
+    objective: Objective = Objective.SFT
     skip_invalid: bool = False
     """Leave out rows that cannot be read instead of refusing; the report lists them."""
 
@@ -740,7 +778,9 @@ def encode_dataset(
         train_on=request.train_on,
         seq_len=request.seq_len,
         is_encoder_decoder=is_pair,
+        example=request.objective.record.example,
     )
+    _check_objective(request, options)
     key = _key(request, opened, tokenizer, options)
     home = (request.cache or cache_folder()) / "tokens" / key
     if found := find_encoding(home):
@@ -771,6 +811,22 @@ def encode_dataset(
     return replace(made, is_cached=False)
 
 
+def _check_objective(request: EncodeRequest, options: EncoderOptions) -> None:
+    if options.example is ExampleKind.ANSWER:
+        return
+    name = request.objective.value
+    if options.is_encoder_decoder:
+        raise InvalidInputError(
+            f"{request.model_folder} is an encoder-decoder model; {name} is for decoders.",
+            remedy="--objective sft, or another model",
+        )
+    if request.train_on is TrainOn.ALL:
+        raise InvalidInputError(
+            f"`train_on: all` and {name}: preferences are between answers.",
+            remedy="leave `train_on` out",
+        )
+
+
 def _key(
     request: EncodeRequest,
     opened: Sequence[OpenedSource],
@@ -790,5 +846,6 @@ def _key(
         repr(float(request.eval_fraction)),
         str(request.seed if request.eval_fraction else 0),
         str(request.skip_invalid),
+        *(() if options.example is ExampleKind.ANSWER else (options.example.value,)),
     )
     return hashlib.blake2b("\x1e".join(parts).encode(), digest_size=12).hexdigest()

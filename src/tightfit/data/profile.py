@@ -16,11 +16,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tightfit.core.errors import InvalidInputError
+from tightfit.core.objectives import ExampleKind
 from tightfit.core.profiles import DataProfile
 from tightfit.core.settings import MAX_SEQ_LEN
 from tightfit.core.strategy import DataSource
 from tightfit.data.formats import Turns
 from tightfit.data.packing import describe_lengths, estimate_padding_waste, scaled
+from tightfit.data.preferences import list_examples
 from tightfit.data.readers import ReadMeter, ReadProgress, file_size
 from tightfit.data.sources import OpenedSource, data_files, open_source, read_source
 from tightfit.data.token_store import TokenStore, epoch_rows
@@ -206,14 +208,19 @@ _SAMPLE_SEED = 20_240_917  # fixed: the same file gives the same profile
 class _Sampled(NamedTuple):
     mark: float
     """Drawn at random; a row stays while its mark is under the threshold."""
-    length: int
-    num_trained: int
+    sides: tuple[tuple[int, int], ...]
+    """Tokens, and trained ones, of each of its conversations."""
     copies: int
     is_text: bool
 
 
+Example = tuple[Turns, ...]
+"""One conversation, or both of a pair."""
+
+
 class TokenTally:
-    """Counts the tokens of rows; beyond `limit` rows it thins out what it keeps by halves.
+    """Counts the tokens of examples; beyond `limit` it thins out what it keeps by halves. A pair
+    is as long as its longer answer.
 
     Every row is equally likely to be kept, wherever it stands in the file, and
     the longest row by characters is counted for `longest` even if not kept.
@@ -237,22 +244,22 @@ class TokenTally:
         self._limit = limit
         self._threshold = 1.0
         self._sample: list[_Sampled] = []
-        self._pending: list[tuple[float, int, Turns]] = []
+        self._pending: list[tuple[float, int, Example]] = []
         self._pending_chars = 0
         self._longest_chars = 0
-        self._longest_turns: Turns | None = None
+        self._longest_example: Example | None = None
         self._random = random.Random(_SAMPLE_SEED)
 
-    def add(self, turns: Turns, copies: int = 1) -> None:
-        """One row, seen `copies` times in an epoch."""
+    def add(self, example: Example, copies: int = 1) -> None:
+        """One example, seen `copies` times in an epoch."""
         self.num_rows += copies
-        num_chars = len(turns.prompt) + len(turns.answer)
+        num_chars = max(len(turns.prompt) + len(turns.answer) for turns in example)
         mark = 0.0 if self._limit is None else self._random.random()
         if mark >= self._threshold:
             if num_chars > self._longest_chars:
-                self._longest_chars, self._longest_turns = num_chars, turns
+                self._longest_chars, self._longest_example = num_chars, example
             return
-        self._pending.append((mark, copies, turns))
+        self._pending.append((mark, copies, example))
         self._pending_chars += num_chars
         if len(self._pending) >= _BATCH_ROWS or self._pending_chars > _BATCH_CHARS:
             self._count_pending()
@@ -260,60 +267,68 @@ class TokenTally:
     def finish(self) -> None:
         """Count what is left and close the sums."""
         self._count_pending()
-        if self._longest_turns is not None:
-            [(length, _)] = self._count([self._longest_turns])
-            self.longest = max(self.longest, length)
+        if self._longest_example is not None:
+            [sides] = self._count([self._longest_example])
+            self.longest = max(self.longest, *(length for length, _ in sides))
         for item in self._sample:
-            self._add_up(item.length, item.num_trained, item.copies, is_text=item.is_text)
+            self._add_up(item.sides, item.copies, is_text=item.is_text)
         self._sample.clear()
 
     def _count_pending(self) -> None:
-        counts = self._count([turns for _, _, turns in self._pending])
-        for (mark, copies, turns), (length, trained) in zip(self._pending, counts, strict=True):
-            self.longest = max(self.longest, length)
-            is_text = turns.num_messages == 0
+        counts = self._count([example for _, _, example in self._pending])
+        for (mark, copies, example), sides in zip(self._pending, counts, strict=True):
+            self.longest = max(self.longest, *(length for length, _ in sides))
+            is_text = example[0].num_messages == 0
             if self._limit is None:
-                self._add_up(length, trained, copies, is_text=is_text)
+                self._add_up(sides, copies, is_text=is_text)
             else:
-                self._sample.append(_Sampled(mark, length, trained, copies, is_text))
+                self._sample.append(_Sampled(mark, sides, copies, is_text))
         self._pending.clear()
         self._pending_chars = 0
         while self._limit is not None and len(self._sample) > self._limit:
             self._threshold /= 2
             self._sample = [item for item in self._sample if item.mark < self._threshold]
 
-    def _add_up(self, length: int, num_trained: int, copies: int, *, is_text: bool) -> None:
-        """One row. Truncation keeps its head, so the answer at its end is lost first; plain text is
-        cut into as many rows as it takes instead."""
-        if is_text and length > self.seq_len:
-            num_whole, rest = divmod(length, self.seq_len)
-            self._add_row(self.seq_len, self.seq_len, copies * num_whole)
-            if rest:
-                self._add_row(rest, rest, copies)
-            self.num_counted += copies
-            return
-        lost = max(length - self.seq_len, 0)
-        self._add_row(length - lost, max(num_trained - lost, 0), copies)
+    def _add_up(self, sides: tuple[tuple[int, int], ...], copies: int, *, is_text: bool) -> None:
+        """One example. Truncation keeps the head, so the answer at the end is lost first; plain
+        text is cut into as many rows as it takes instead."""
+        longest = max(length for length, _ in sides)
         self.num_counted += copies
-        self.num_truncated += copies if lost > 0 else 0
-        self.num_lost_tokens += lost * copies
+        if is_text and longest > self.seq_len:
+            num_whole, rest = divmod(longest, self.seq_len)
+            self._add_row(((self.seq_len, self.seq_len),), copies * num_whole)
+            if rest:
+                self._add_row(((rest, rest),), copies)
+            return
+        self.num_truncated += copies if longest > self.seq_len else 0
+        lost = [max(length - self.seq_len, 0) for length, _ in sides]
+        self.num_lost_tokens += sum(lost) * copies
+        kept = zip(sides, lost, strict=True)
+        self._add_row(
+            tuple(
+                (length - less, max(num_trained - less, 0)) for (length, num_trained), less in kept
+            ),
+            copies,
+        )
 
-    def _add_row(self, length: int, num_trained: int, copies: int) -> None:
-        self.rows_by_length[length] += copies
+    def _add_row(self, sides: tuple[tuple[int, int], ...], copies: int) -> None:
+        self.rows_by_length[max(length for length, _ in sides)] += copies
         self.num_made += copies
-        self.num_tokens += length * copies
-        self.num_trained_tokens += num_trained * copies
+        self.num_tokens += sum(length for length, _ in sides) * copies
+        self.num_trained_tokens += sum(num_trained for _, num_trained in sides) * copies
 
-    def _count(self, batch: list[Turns]) -> list[tuple[int, int]]:
-        prompts = self.counter.count([turns.prompt for turns in batch])
-        answers = self.counter.count([turns.answer for turns in batch])
-        return [
+    def _count(self, batch: list[Example]) -> list[tuple[tuple[int, int], ...]]:
+        every = [turns for example in batch for turns in example]
+        prompts = self.counter.count([turns.prompt for turns in every])
+        answers = self.counter.count([turns.answer for turns in every])
+        counted = iter(
             (
                 prompt + answer + TOKENS_PER_ROW + TOKENS_PER_MESSAGE * turns.num_messages,
                 answer + TRAINED_END_TOKENS if answer else 0,
             )
-            for turns, prompt, answer in zip(batch, prompts, answers, strict=True)
-        ]
+            for turns, prompt, answer in zip(every, prompts, answers, strict=True)
+        )
+        return [tuple(next(counted) for _ in example) for example in batch]
 
 
 Sources = Path | str | Sequence[Path | str | DataSource]
@@ -331,6 +346,7 @@ def profile_dataset(
     seq_len: int,
     model: str | None = None,
     sample_limit: int | None = None,
+    example: ExampleKind = ExampleKind.ANSWER,
     progress: Callable[[ReadProgress], None] | None = None,
 ) -> DataProfile:
     """Lengths, truncation, padding and packing of a dataset at `seq_len`.
@@ -355,14 +371,14 @@ def profile_dataset(
     meter = ReadMeter(progress, total_bytes=total)
     draw = random.Random(_SEED)
     for item in opened:
-        for row, row_format in read_source(item, meter):
+        for row, row_format in read_source(item, meter, example=example):
             formats.setdefault(row_format.name)
             # A weight of 2.5 shows a row twice, and every other row once more.
             copies = int(item.source.weight + draw.random())
-            if copies or not tally.num_rows:
-                tally.add(row_format.to_turns(row), copies=max(copies, 1))
-            else:
-                row_format.to_turns(row)  # every row is checked
+            # Every row is checked.
+            for one in list_examples(row, row_format, example):
+                if copies or not tally.num_rows:
+                    tally.add(one, copies=max(copies, 1))
             meter.add_row()
     tally.finish()
     meter.finish()
@@ -373,25 +389,27 @@ def profile_from_store(store: TokenStore) -> DataProfile:
     """The same of rows already encoded: every number exact, weights of sources included.
 
     An encoder-decoder's rows count by their longer side, for each is cut to
-    `seq_len` on its own.
+    `seq_len` on its own. A pair is as long as its longer answer.
     """
     import numpy as np
 
     about = store.description
     rows = epoch_rows(store, seed=0, epoch=0, shuffle=False)
-    whole, num_trained = store.lengths[rows], store.num_trained[rows]
+    every = rows[:, None] + np.arange(about.rows_per_example)
+    whole, num_trained = store.example_lengths[rows], store.num_trained[every].sum(axis=1)
     sides = np.maximum(num_trained, whole - num_trained) if about.is_encoder_decoder else whole
     values, counts = np.unique(sides, return_counts=True)
     lengths = dict(zip(values.tolist(), counts.tolist(), strict=True))
-    num_tokens = int(sides.sum())
-    share = len(rows) / len(store)
+    is_pair = about.rows_per_example > 1
+    num_tokens = int(store.lengths[every].sum() if is_pair else sides.sum())
+    share = len(rows) / (len(store) // about.rows_per_example)
     return DataProfile(
         source=", ".join(about.sources),
         format=about.format,
         num_rows=len(rows),
         num_tokens=num_tokens,
         num_trained_tokens=max(int(num_trained.sum()), 1),
-        mean_tokens=num_tokens / len(rows),
+        mean_tokens=float(sides.mean()),
         max_tokens=int(values[-1]),
         num_truncated=round(about.num_truncated * share),
         seq_len=about.seq_len,
@@ -465,7 +483,7 @@ def _summary(tally: TokenTally, source: str, row_format: str) -> DataProfile:
         num_rows=num_rows,
         num_tokens=total,
         num_trained_tokens=max(round(tally.num_trained_tokens * factor), 1),
-        mean_tokens=total / num_rows,
+        mean_tokens=sum(length * rows for length, rows in lengths.items()) / num_rows,
         max_tokens=min(tally.longest, tally.seq_len),
         num_truncated=round(tally.num_truncated * factor),
         seq_len=tally.seq_len,

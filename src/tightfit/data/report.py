@@ -44,6 +44,7 @@ ISSUE_TEXTS = {
     "empty-answer": "no answer to learn; left out",
     "answer-cut-off": "the prompt alone fills seq_len, so the whole answer is cut off; left out",
     "truncated": "longer than seq_len; the end is cut off, stop token included",
+    "cut-alike": "chosen and rejected are the same once cut to seq_len; left out",
     "duplicate": "the same text as an earlier row; kept",
     "in-both": "training rows that are also among the evaluation rows; kept",
     "control-token": "a message spells a control token of the tokenizer; encoded as plain text, "
@@ -110,7 +111,7 @@ class DataIssues:
 
 def check_text(messages: list[Message], place: str, findings: DataIssues) -> list[Message]:
     """Note what a wrong decoding left behind; returns messages that can be encoded."""
-    text = "\n".join(message.content for message in messages)
+    text = "\n".join(message.text for message in messages)
     if "\0" in text:
         findings.add("nul", place)
     if text.isascii():
@@ -122,7 +123,13 @@ def check_text(messages: list[Message], place: str, findings: DataIssues) -> lis
         findings.add("mojibake", place, " ".join(text[start : found.end() + 12].split()))
     if _SURROGATE.search(text):
         findings.add("surrogate", place)
-        return [Message(m.role, _SURROGATE.sub("\ufffd", m.content)) for m in messages]
+        return [
+            m._replace(
+                content=_SURROGATE.sub("\ufffd", m.content),
+                reasoning=_SURROGATE.sub("\ufffd", m.reasoning),
+            )
+            for m in messages
+        ]
     return messages
 
 
@@ -143,7 +150,8 @@ class SourceReport(Frozen):
 
 
 class SplitReport(Frozen):
-    """Rows that are trained on, or rows that are evaluated on."""
+    """Rows that are trained on, or rows that are evaluated on. A pair is two rows; percentiles,
+    histogram and packing are of pairs, each as long as its longer row."""
 
     num_rows: PositiveInt
     num_tokens: PositiveInt
@@ -196,12 +204,19 @@ class DataReport(Frozen):
 
 
 def describe_split(
-    lengths: NDArray[np.int64], num_trained: NDArray[np.int64], num_with_stop: int, seq_len: int
+    lengths: NDArray[np.int64],
+    num_trained: NDArray[np.int64],
+    num_with_stop: int,
+    seq_len: int,
+    *,
+    size: int = 1,
 ) -> SplitReport:
-    """Numbers over the rows of one side."""
+    """Numbers over the rows of one side. `size`: rows of an example, which is as long as its
+    longest."""
     import numpy as np
 
-    values, counts = np.unique(np.minimum(lengths, seq_len), return_counts=True)
+    longest = np.minimum(lengths, seq_len).reshape(-1, size).max(axis=1)
+    values, counts = np.unique(longest, return_counts=True)
     by_length = dict(zip(values.tolist(), counts.tolist(), strict=True))
     described = describe_lengths(by_length, seq_len)
     num_slots = described["num_packed_rows"] * seq_len
@@ -212,7 +227,7 @@ def describe_split(
         num_trained_tokens=int(num_trained.sum()),
         mean_tokens=num_tokens / len(lengths),
         max_tokens=int(lengths.max()),
-        packing_efficiency_fraction=sum(n * c for n, c in by_length.items()) / num_slots,
+        packing_efficiency_fraction=int(np.minimum(lengths, seq_len).sum()) / (size * num_slots),
         **described,
         num_rows_with_stop=num_with_stop,
     )

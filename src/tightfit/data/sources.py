@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from tightfit.core.errors import InvalidInputError, UsageError, UserError
+from tightfit.core.objectives import ExampleKind
 from tightfit.core.reading import open_regular
 from tightfit.core.strategy import DataSource
-from tightfit.data.formats import RowFormat, recognise_format
+from tightfit.data.formats import RowFormat
+from tightfit.data.preferences import recognise
 from tightfit.data.readers import (
     COMPRESSIONS,
     WRITE_ROWS,
@@ -395,7 +397,11 @@ def read_part(
 
 
 def read_source(
-    opened: OpenedSource, meter: ReadMeter | None = None, on_error: OnRowError | None = None
+    opened: OpenedSource,
+    meter: ReadMeter | None = None,
+    on_error: OnRowError | None = None,
+    *,
+    example: ExampleKind = ExampleKind.ANSWER,
 ) -> Iterator[tuple[Row, RowFormat]]:
     """As `read_part`, each row with its file's format.
 
@@ -407,7 +413,7 @@ def read_source(
     for row in read_part(opened, meter, on_error):
         if row.path not in known:
             try:
-                known[row.path] = recognise_format(row)
+                known[row.path] = recognise(row, example)
             except UserError as error:
                 if on_error is None:
                     raise

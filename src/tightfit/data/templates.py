@@ -4,22 +4,26 @@ answers as text and tokens.
 
 from __future__ import annotations
 
+import hashlib
 import re
 import warnings
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
+from itertools import takewhile
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError, first_line
 from tightfit.core.settings import TrainOn
 from tightfit.core.text import did_you_mean, printable
-from tightfit.data.formats import ASSISTANT, SYSTEM, USER, Message
+from tightfit.data.call_syntax import CallSyntax, ParsedAnswer, find_syntax
+from tightfit.data.formats import ASSISTANT, SYSTEM, THOUGHT_KEYS, TOOL, USER, Conversation, Message
 from tightfit.data.tokenizer import ChatTokenizer, read_text
+from tightfit.data.tools import Tool, ToolError
 
 if TYPE_CHECKING:
     from jinja2 import Environment, Template
@@ -77,9 +81,10 @@ def compile_template(text: str, name: str) -> Template:
 
 def render(
     template: Template,
-    messages: Sequence[Mapping[str, str]],
+    messages: Sequence[Mapping[str, Any]],
     names: Mapping[str, str],
     *,
+    tools: Sequence[Tool] = (),
     add_generation_prompt: bool = False,
 ) -> str:
     """The text of a conversation.
@@ -88,11 +93,11 @@ def render(
     template exceeds a limit: the next messages would not fare better.
     """
     sandbox = _sandbox()
-    sandbox.start_render(messages)
+    sandbox.start_render((messages, tools))
     try:
         text = template.render(
             messages=[dict(message) for message in messages],
-            tools=None,
+            tools=list(tools) or None,
             documents=None,
             add_generation_prompt=add_generation_prompt,
             **names,
@@ -250,6 +255,11 @@ class RenderedRow(NamedTuple):
     spans: tuple[Span, ...]
 
 
+Made = TypeVar("Made")
+_OTHER_TEXT = "\N{HORIZONTAL ELLIPSIS}"
+"""An answer that begins like no tool call."""
+
+
 class ChatRenderer:
     """Messages to sealed rows with one template."""
 
@@ -263,98 +273,153 @@ class ChatRenderer:
         self._tokenizer = tokenizer
         self._control = tokenizer.control
         self._compiled = compile_template(template.text, template.name)
+        self._fields = _TemplateFields.of(template.text)
         stops = [a for a, number in self._control.ids.items() if number in tokenizer.stop_ids]
         self._stops = re.compile(f"[{''.join(stops)}]" if stops else "(?!)")
         self._train_on = train_on
 
-    def rows(self, messages: Sequence[Message]) -> list[RenderedRow]:
+    def rows(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[RenderedRow]:
         """One row, or one per answer where the template rewrites earlier turns.
 
         Raises `TemplateRenderError` where the template refuses the messages.
         """
-        safe = [Message(m.role, self._control.escape(m.content)) for m in messages]
-        try:
-            return self._rows(safe)
-        except TemplateRenderError:
-            folded = fold_system(safe)
-            if folded is None:
-                raise
-        rows = self._rows(folded)
-        self.counts["folded-system"] += 1
-        return rows
+        return self._try(Conversation(list(messages), tuple(tools)), self._rows)
 
-    def prompt(self, messages: Sequence[Message]) -> str:
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
         """Sealed text that asks for the next answer, as inference would see it."""
-        safe = [Message(m.role, self._control.escape(m.content)) for m in messages]
-        try:
-            return self._render(safe, asks=True)
-        except TemplateRenderError:
-            folded = fold_system(safe)
-            if folded is None:
-                raise
-        return self._render(folded, asks=True)
+        chat = Conversation(list(messages), tuple(tools))
+        return self._try(chat, lambda chat: self._render(chat, asks=True))
 
-    def _rows(self, messages: list[Message]) -> list[RenderedRow]:
+    def _try(self, chat: Conversation, make: Callable[[Conversation], Made]) -> Made:
+        """What is made of a conversation, or of one written otherwise where that is refused."""
+        self._fields.require(chat)
+        safe = self._escaped(chat)
+        try:
+            return make(safe)
+        except TemplateRenderError as error:
+            refused = error
+        for kinds, change in _OTHERWISE:
+            if (other := change(safe.messages)) is None:
+                continue
+            try:
+                made = make(safe._replace(messages=other))
+            except TemplateRenderError:
+                continue
+            self.counts.update(kinds)
+            return made
+        raise refused
+
+    def _escaped(self, chat: Conversation) -> Conversation:
+        escape = self._control.escape
+
+        def deep(value: Any) -> Any:
+            if isinstance(value, str):
+                return escape(value)
+            if isinstance(value, Mapping):
+                return {escape(str(key)): deep(part) for key, part in value.items()}
+            return [deep(part) for part in value] if isinstance(value, list | tuple) else value
+
+        messages = [
+            m._replace(
+                content=escape(m.content),
+                reasoning=escape(m.reasoning),
+                name=escape(m.name),
+                call_id=escape(m.call_id),
+                tool_calls=tuple(type(call)(*deep(tuple(call))) for call in m.tool_calls),
+            )
+            for m in chat.messages
+        ]
+        return Conversation(messages, tuple(deep(chat.tools)))
+
+    def _rows(self, chat: Conversation) -> list[RenderedRow]:
         if self._train_on is TrainOn.ALL:
-            return [self._whole(messages)]
-        asked = [i for i, m in enumerate(messages) if m.role == ASSISTANT and m.content.strip()]
+            return [self._whole(chat)]
+        asked = [i for i, m in enumerate(chat.messages) if m.role == ASSISTANT and not m.is_empty]
         if not asked:
             return []
-        messages = messages[: asked[-1] + 1]  # what follows the last answer trains nothing
-        full = self._render(messages)
-        self._look_for_lost(messages, full)
+        chat = chat.first(asked[-1] + 1)  # what follows the last answer trains nothing
+        full = self._render(chat)
+        self._check_calls(chat, full)
+        self._look_for_lost(chat.messages, full)
         if ANSWER_STARTS in full:
             return [self._by_marks(full)]
-        if asked[0] == 0 and not self._opens(messages):
+        if asked[0] == 0 and not self._opens(chat):
             self.counts["unprompted"] += 1
             asked = asked[1:]
         spans: list[Span] = []
         for at in asked:
-            piece = self._answer_at(messages, at, full)
+            piece = self._answer_at(chat, at, full)
             if piece is None:
                 self.counts["split"] += 1
-                return [self._turn_alone(messages, turn) for turn in asked]
+                return [self._turn_alone(chat, turn) for turn in asked]
             spans.append(piece)
         return [self._closed(full, spans)] if spans else []
 
-    def _opens(self, messages: list[Message]) -> bool:
+    def _check_calls(self, chat: Conversation, full: str) -> None:
+        """Some templates write the first call of a message and pass over the others."""
+        for at, message in enumerate(chat.messages):
+            if len(message.tool_calls) < 2:
+                continue
+            fewer = message._replace(tool_calls=message.tool_calls[:-1])
+            others = [*chat.messages[:at], fewer, *chat.messages[at + 1 :]]
+            if self._render(chat._replace(messages=others)) == full:
+                raise TemplateRenderError(
+                    f"it writes only some of the {len(message.tool_calls)} calls of one message"
+                )
+
+    def _opens(self, chat: Conversation) -> bool:
         """Can the template ask for an answer before the first message?"""
         try:
-            before = self._render([], asks=True)
+            before = self._render(chat.first(0), asks=True)
         except TemplateRenderError:
             return False
-        return bool(before) and self._render(messages[:1]).startswith(before)
+        return bool(before) and self._render(chat.first(1)).startswith(before)
 
-    def _whole(self, messages: list[Message]) -> RenderedRow:
-        text = _unmark(self._render(messages))
-        self._look_for_lost(messages, text)
+    def _whole(self, chat: Conversation) -> RenderedRow:
+        text = _unmark(self._render(chat))
+        self._check_calls(chat, text)
+        self._look_for_lost(chat.messages, text)
         if not self._note_stop(text.rstrip()[-1:]):
             text, _ = self._with_stop(text, Span(0, len(text)))
         return RenderedRow(text, (Span(0, len(text)),))
 
-    def _answer_at(self, messages: list[Message], at: int, full: str) -> Span | None:
+    def _answer_at(self, chat: Conversation, at: int, full: str) -> Span | None:
         """The answer's place in `full`; None where a later turn changes how the history reads."""
-        before = self._render(messages[:at], asks=True)
-        upto = full if at == len(messages) - 1 else self._render(messages[: at + 1])
+        before = self._render(chat.first(at), asks=True)
+        upto = full if at == len(chat.messages) - 1 else self._render(chat.first(at + 1))
         if not upto.startswith(before):
             return None
         span = Span(len(before), len(upto))
         span = self._end_at_stop(upto, span) or span
         return span if full.startswith(upto[: span.end]) else None
 
-    def _turn_alone(self, messages: list[Message], at: int) -> RenderedRow:
+    def _turn_alone(self, chat: Conversation, at: int) -> RenderedRow:
         """One answer as inference would come to it: its own prompt, then the answer."""
-        before = self._render(messages[:at], asks=True)
-        upto = self._render(messages[: at + 1])
+        before = self._render(chat.first(at), asks=True)
+        upto = self._render(chat.first(at + 1))
         if upto.startswith(before):
             return self._closed(upto, [Span(len(before), len(upto))])
-        # The finished turn is written otherwise than the prompt opens it; the prompt is what a
-        # model sees, so the answer follows that.
-        answer = self._control.seal(messages[at].content)
-        answer = answer[_overlap(before, answer) :]
-        end = upto.rstrip()[-1:]
-        text = before + answer + (end if self._is_control(end) else "")
+        # The finished turn is written otherwise than the prompt opens it, or the history before it
+        # is; the prompt is what a model sees, so the answer follows that.
+        answer = self._answer_alone(chat, at, before, upto)
+        text = before + answer[_overlap(before, answer) :]
         return self._closed(text, [Span(len(before), len(text))])
+
+    def _answer_alone(self, chat: Conversation, at: int, before: str, upto: str) -> str:
+        """What the template writes of one answer, without its history."""
+        message, history = chat.messages[at], self._render(chat.first(at))
+        others = [*chat.messages[:at], Message(ASSISTANT, _OTHER_TEXT)]
+        other = self._render(chat._replace(messages=others))
+        alike = (a == b for a, b in zip(upto, other, strict=False))
+        shared = upto[: sum(takewhile(bool, alike))]
+        opening = before[len(history) :] if before.startswith(history) else ""
+        if opening and opening in shared:
+            return upto[shared.rindex(opening) + len(opening) :]
+        if message.tool_calls:  # only the template knows how they are written
+            return upto[len(shared) :]
+        end = upto.rstrip()[-1:]
+        answer = self._control.seal(self._fields.content(message))
+        return answer + (end if self._is_control(end) else "")
 
     def _closed(self, text: str, spans: list[Span]) -> RenderedRow:
         """The last answer ends with a stop token, the template's or, failing that, EOS."""
@@ -429,17 +494,82 @@ class ChatRenderer:
     def _is_control(self, char: str) -> bool:
         return char in self._control.ids
 
-    def _render(self, messages: Sequence[Message], *, asks: bool = False) -> str:
-        as_objects = [{"role": m.role, "content": m.content} for m in messages]
-        names = self._tokenizer.names
-        text = render(self._compiled, as_objects, names, add_generation_prompt=asks)
+    def _render(self, chat: Conversation, *, asks: bool = False) -> str:
+        text = render(
+            self._compiled,
+            [self._fields.as_object(message) for message in chat.messages],
+            self._tokenizer.names,
+            tools=chat.tools,
+            add_generation_prompt=asks,
+        )
         if asks:
             text = _unmark(text)
         return self._control.seal(text)
 
     def _look_for_lost(self, messages: Sequence[Message], full: str) -> None:
-        texts = (self._control.seal(m.content).strip() for m in messages if m.role != ASSISTANT)
+        asked = (m.content for m in messages if m.role in (SYSTEM, USER))
+        texts = (self._control.seal(text).strip() for text in asked)
         self.counts["lost-text"] += any(text not in full for text in texts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TemplateFields:
+    """What a template reads of a message beside its text."""
+
+    has_tools: bool
+    has_calls: bool
+    thought: str | None
+    """The name under which it takes reasoning; None where reasoning is text before the answer."""
+    moves_thought: bool
+    """It does not look for `<think>` in the text itself."""
+
+    @classmethod
+    def of(cls, text: str) -> _TemplateFields:
+        return cls(
+            has_tools=re.search(r"\btools\b", text) is not None,
+            has_calls="tool_calls" in text,
+            # As an attribute or a key: `enable_thinking` is no field.
+            thought=next((k for k in THOUGHT_KEYS if re.search(rf"""[.'"]{k}\b""", text)), None),
+            moves_thought="</think>" not in text,
+        )
+
+    def require(self, chat: Conversation) -> None:
+        """Raises `TemplateRenderError` for what the template would pass over in silence."""
+        lacking = (
+            "tools" if chat.tools and not self.has_tools else
+            "tool calls" if not self.has_calls and any(m.tool_calls for m in chat.messages) else
+            None
+        )  # fmt: skip
+        if lacking:
+            raise TemplateRenderError(
+                f"it writes no {lacking}; one that does: --set template=hermes"
+            )
+
+    def content(self, message: Message) -> str:
+        """The text, after the reasoning where the template has no field for that."""
+        if message.reasoning and self.thought is None:
+            return f"<think>\n{message.reasoning}\n</think>\n\n{message.content}"
+        return message.content
+
+    def as_object(self, message: Message) -> dict[str, Any]:
+        """The message as transformers documents it."""
+        if message.role != ASSISTANT:
+            return message.as_object()
+        if self.thought is None:
+            return message._replace(content=self.content(message), reasoning="").as_object()
+        if not message.reasoning and self.moves_thought:
+            reasoning, content = split_thought(message.content)
+            message = message._replace(reasoning=reasoning, content=content)
+        return message.as_object(self.thought)
+
+
+_THOUGHT = re.compile(r"\A\s*<think>(.*?)</think>", re.DOTALL)
+
+
+def split_thought(text: str) -> tuple[str, str]:
+    """The reasoning at the head of a text, and the rest."""
+    found = _THOUGHT.match(text)
+    return (found[1].strip(), text[found.end() :].lstrip("\n")) if found else ("", text)
 
 
 def fold_system(messages: Sequence[Message]) -> list[Message] | None:
@@ -447,7 +577,53 @@ def fold_system(messages: Sequence[Message]) -> list[Message] | None:
     if len(messages) < 2 or messages[0].role != SYSTEM or messages[1].role != USER:
         return None
     head = f"{messages[0].content}\n\n{messages[1].content}"
-    return [Message(USER, head), *messages[2:]]
+    return [messages[1]._replace(content=head), *messages[2:]]
+
+
+_ID_CHARS = 9
+"""Mistral's templates take only ids of nine letters and digits."""
+
+
+def shorten_ids(messages: Sequence[Message]) -> list[Message] | None:
+    """Calls and results with ids that every template takes; None where there are no calls."""
+    changed: list[Message] = []
+    waiting: list[str] = []
+    for at, given in enumerate(messages):
+        message = given
+        if message.tool_calls:
+            calls = tuple(
+                call._replace(id=_short_id(call.id or f"{at}.{number}"))
+                for number, call in enumerate(message.tool_calls)
+            )
+            message, waiting = message._replace(tool_calls=calls), [call.id for call in calls]
+        elif message.role == TOOL and waiting:
+            own = _short_id(message.call_id)
+            own = own if message.call_id and own in waiting else waiting[0]
+            waiting.remove(own)
+            message = message._replace(call_id=own)
+        changed.append(message)
+    return changed if any(message.tool_calls for message in messages) else None
+
+
+def _short_id(text: str) -> str:
+    if len(text) == _ID_CHARS and text.isascii() and text.isalnum():
+        return text
+    return hashlib.blake2b(text.encode("utf-8", "replace")).hexdigest()[:_ID_CHARS]
+
+
+def _fold_and_shorten(messages: Sequence[Message]) -> list[Message] | None:
+    short = shorten_ids(messages)
+    return None if short is None else fold_system(short)
+
+
+_OTHERWISE: tuple[
+    tuple[tuple[str, ...], Callable[[Sequence[Message]], list[Message] | None]], ...
+] = (
+    (("short-ids",), shorten_ids),
+    (("folded-system",), fold_system),
+    (("short-ids", "folded-system"), _fold_and_shorten),
+)
+"""How a conversation that a template refuses may be written otherwise, and what is counted then."""
 
 
 def _unmark(text: str) -> str:
@@ -483,26 +659,36 @@ class Prompter:
         )
         self.control_ids = frozenset(tokenizer.control.ids.values())
         """Tokens that are left out of an answer's text."""
+        text = "" if self.template is None else self.template.text
+        has_calls = _TemplateFields.of(text).has_calls
+        self.call_syntax: CallSyntax | None = find_syntax(text) if has_calls else None
+        """How the model writes tool calls; None without a template that takes them."""
+        names = self.call_syntax.control if self.call_syntax is not None else ()
+        aliases = {tokenizer.control.alias_of.get(name) for name in names}
+        self.call_control = tuple(i for a, i in tokenizer.control.ids.items() if a in aliases)
+        """Control tokens that stay in an answer's text, for `call_syntax` to parse."""
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
         """Tokens that end an answer."""
         return self.tokenizer.stop_ids
 
-    def chat(self, messages: Sequence[Message]) -> tuple[int, ...]:
+    def chat(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> tuple[int, ...]:
         """Tokens that the answer follows. Raises `TemplateRenderError` where refused."""
-        ids = list(self.tokenizer.encode_sealed([self._sealed(messages)])[0].ids)
+        ids = list(self.tokenizer.encode_sealed([self._sealed(messages, tools)])[0].ids)
         end = self.tokenizer.eos_id
         if self.tokenizer.is_encoder_decoder and end is not None and ids[-1:] != [end]:
             ids.append(end)
         return tuple(ids)
 
-    def ask(self, messages: Sequence[Message], *, place: str = "") -> tuple[int, ...]:
+    def ask(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, place: str = ""
+    ) -> tuple[int, ...]:
         """As `chat`; messages that the template refuses raise `InvalidInputError`."""
         for message in messages:
             message.content.encode()  # half a character: UnicodeEncodeError, which callers know
         try:
-            return self.chat(messages)
+            return self.chat(messages, tools)
         except TemplateRenderError as error:
             where = f"{place}: the" if place else "The"
             raise InvalidInputError(
@@ -510,9 +696,9 @@ class Prompter:
                 remedy="correct the messages, or name another template: --set template=NAME",
             ) from error
 
-    def render(self, messages: Sequence[Message]) -> str:
+    def render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
         """The prompt's text as the template writes it, control tokens by their names."""
-        return self.tokenizer.control.unseal(self._sealed(messages))
+        return self.tokenizer.control.unseal(self._sealed(messages, tools))
 
     def continue_text(self, text: str) -> tuple[int, ...]:
         """Tokens of a plain text to be continued, begun as the tokenizer begins a text."""
@@ -524,13 +710,16 @@ class Prompter:
     def count_tokens(self, text: str) -> int:
         return len(self.tokenizer.encode(text))
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """An answer as text, control tokens left out."""
-        return self.tokenizer.decode([i for i in token_ids if i not in self.control_ids])
+    def decode(self, token_ids: Sequence[int], kept: Collection[int] = ()) -> str:
+        """An answer as text, control tokens left out but for those that are to be kept."""
+        hidden = self.control_ids.difference(kept)
+        return self.tokenizer.decode([i for i in token_ids if i not in hidden])
 
-    def _sealed(self, messages: Sequence[Message]) -> str:
+    def _sealed(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
         if self._renderer is not None:
-            return self._renderer.prompt(messages)
+            return self._renderer.prompt(messages, tools)
+        if tools or any(message.tool_calls for message in messages):
+            raise TemplateRenderError("an encoder-decoder reads plain text, without tools")
         control = self.tokenizer.control
         return control.seal(control.escape("\n".join(m.content for m in messages)))
 
@@ -584,6 +773,49 @@ class StopTextFilter:
         return self._shown[-1]
 
 
+class CallStream:
+    """An answer's text as it comes: what is content is shown, what may be a call is held back."""
+
+    def __init__(self, syntax: CallSyntax) -> None:
+        self._syntax = syntax
+        self._filter = StopTextFilter(syntax.starts)
+        self._text = ""
+        self._num_passed = 0
+        """Characters that the filter has received."""
+        self._shown = ""
+
+    def push(self, text: str) -> str:
+        """Content that can be shown now."""
+        self._text += text
+        if self._syntax.may_begin_call(self._text):
+            return ""
+        if self._num_passed == 0 and self._syntax.answer_start:
+            at = self._text.find(self._syntax.answer_start)
+            if at < 0:
+                return ""
+            self._num_passed = at + len(self._syntax.answer_start)
+        piece = self._filter.push(self._text[self._num_passed :])
+        self._num_passed = len(self._text)
+        self._shown += piece
+        return piece
+
+    def finish(self) -> tuple[str, ParsedAnswer]:
+        """The content that is still to be shown, and the whole answer.
+
+        A malformed call is content.
+        """
+        parsed = parse_answer(self._syntax, self._text)
+        return parsed.content[len(self._shown) :], parsed
+
+
+def parse_answer(syntax: CallSyntax, text: str) -> ParsedAnswer:
+    """Content and calls; a malformed call is content, for whoever asked to see."""
+    try:
+        return syntax.parse(text)
+    except ToolError:
+        return ParsedAnswer(text)
+
+
 class TextStream:
     """Tokens as they come, to text that never ends inside a character or a stop text.
 
@@ -592,8 +824,13 @@ class TextStream:
     that piece says by itself is taken off again.
     """
 
-    def __init__(self, prompter: Prompter, stops: Sequence[str] = ()) -> None:
+    def __init__(
+        self, prompter: Prompter, stops: Sequence[str] = (), kept: Collection[int] = ()
+    ) -> None:
         self._prompter = prompter
+        self._kept = kept
+        """Control tokens that are shown."""
+        self._hidden = prompter.control_ids.difference(kept)
         self._filter = StopTextFilter(stops)
         self._tokens: list[int] = []
         self._start = 0
@@ -616,10 +853,9 @@ class TextStream:
         """What can be shown now that these have come; often nothing."""
         if self.is_stopped:
             return ""
-        control = self._prompter.control_ids
-        self._tokens.extend(token for token in token_ids if token not in control)
-        before = self._prompter.decode(self._tokens[self._start : self._settled])
-        piece = self._prompter.decode(self._tokens[self._start :])[len(before) :]
+        self._tokens.extend(token for token in token_ids if token not in self._hidden)
+        before = self._prompter.decode(self._tokens[self._start : self._settled], self._kept)
+        piece = self._prompter.decode(self._tokens[self._start :], self._kept)[len(before) :]
         is_whole = not piece.endswith(_UNFINISHED)
         if is_whole and piece:
             self._start, self._settled = self._settled, len(self._tokens)

@@ -2,14 +2,14 @@
 
 <key>/tokens.i32  trained.u8    shared by train and eval
 <key>/train/description.json  starts.npy  lengths.npy  num_trained.npy  files.npy
-<key>/train/numbers.npy    and the same under <key>/eval/
+<key>/train/numbers.npy    and the same under <key>/eval/; labels.npy where answers are labelled
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, NamedTuple
 
@@ -17,6 +17,7 @@ from pydantic import NonNegativeInt, PositiveInt, ValidationError
 
 from tightfit.core.errors import InvalidInputError, NotFoundError
 from tightfit.core.frozen import Frozen
+from tightfit.core.objectives import ExampleKind
 from tightfit.core.profiles import DataProfile
 from tightfit.core.reading import read_bytes
 
@@ -84,6 +85,12 @@ class StoreDescription(Frozen):
     """Before truncation."""
     num_blob_tokens: NonNegativeInt = 0
     """Tokens in the shared files, so that a cut-off copy is noticed."""
+    example: ExampleKind = ExampleKind.ANSWER
+    """What its rows are. Of a pair the chosen answer's row comes first, the rejected one's next."""
+
+    @property
+    def rows_per_example(self) -> int:
+        return 2 if self.example is ExampleKind.PAIR else 1
 
 
 class TokenStore:
@@ -105,11 +112,25 @@ class TokenStore:
             """Trained tokens of each row; a row's first token is never predicted."""
             self._files = np.load(folder / "files.npy")
             self._numbers = np.load(folder / "numbers.npy")
+            self.is_good: NDArray[np.bool_] | None = None
+            """Of labelled answers."""
+            if self.description.example is ExampleKind.LABELLED:
+                self.is_good = np.load(folder / "labels.npy").astype(np.bool_)
         except (OSError, ValueError) as error:
             raise _damaged(folder, str(error)) from error
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    @property
+    def example_lengths(self) -> NDArray[np.int32]:
+        """By row: the length of its example, which is that of a pair's longer row."""
+        import numpy as np
+
+        size = self.description.rows_per_example
+        longest = self.lengths.reshape(-1, size).max(axis=1)
+        lengths: NDArray[np.int32] = np.repeat(longest, size)
+        return lengths
 
     def row(self, index: int) -> EncodedRow:
         start = int(self._starts[index])
@@ -175,11 +196,13 @@ class NewRow:
     number: int
     digest: int
     """Of the example it came from: the same text has the same one."""
+    is_good: bool = True
+    """Of a labelled answer."""
 
 
 _COLUMNS = {
     **{"starts": "q", "lengths": "i", "num_trained": "i", "num_lost": "q"},
-    **{"has_stop": "b", "files": "i", "numbers": "q", "digests": "Q"},
+    **{"has_stop": "b", "files": "i", "numbers": "q", "digests": "Q", "labels": "b"},
 }
 """By name, the type code of its `array`."""
 _STORED_COLUMNS = ("starts", "lengths", "num_trained", "files", "numbers")
@@ -206,6 +229,7 @@ class StoreWriter:
             "files": row.file,
             "numbers": row.number,
             "digests": row.digest,
+            "labels": row.is_good,
         }
         for name, column in self.columns.items():
             column.append(values[name])
@@ -232,7 +256,8 @@ class StoreWriter:
 
         folder = self.folder / name
         folder.mkdir()
-        for column in _STORED_COLUMNS:
+        is_labelled = description.example is ExampleKind.LABELLED
+        for column in (*_STORED_COLUMNS, *(("labels",) if is_labelled else ())):
             np.save(folder / f"{column}.npy", self.column(column)[rows])
         text = description.model_dump_json(indent=2) + "\n"
         (folder / DESCRIPTION_FILE).write_text(text, encoding="utf-8")
@@ -244,7 +269,7 @@ class StoreWriter:
 def epoch_rows(
     store: TokenStore, *, seed: int, epoch: int, shuffle: bool = True
 ) -> NDArray[np.int64]:
-    """Row indices of one epoch.
+    """Row indices of one epoch; of a pair its first row's.
 
     A source of weight 2 gives each row twice, of 0.5 a half drawn anew each
     epoch, of 2.5 both. The number of rows is the same in every epoch.
@@ -252,12 +277,13 @@ def epoch_rows(
     import numpy as np
 
     weights = store.description.source_of_row_weights
+    first = np.arange(0, len(store), store.description.rows_per_example, dtype=np.int64)
     if all(weight == 1.0 for weight in weights):
-        rows = np.arange(len(store), dtype=np.int64)
+        rows = first
     else:
-        ids = store.source_ids
+        ids = store.source_ids[first]
         parts = [
-            _draw(np.flatnonzero(ids == source), weight, (seed, epoch, source))
+            _draw(first[ids == source], weight, (seed, epoch, source))
             for source, weight in enumerate(weights)
         ]
         rows = np.sort(np.concatenate(parts))
@@ -308,7 +334,7 @@ def draw_lengths(profile: DataProfile, num_rows: int) -> list[int]:
     return [min(int(lengths[at]), profile.seq_len) for at in found]
 
 
-def write_synthetic(
+def write_synthetic(  # noqa: PLR0913
     folder: Path,
     lengths: Sequence[int],
     *,
@@ -316,24 +342,29 @@ def write_synthetic(
     seq_len: int,
     trained_fraction: float = 1.0,
     is_encoder_decoder: bool = False,
+    example: ExampleKind = ExampleKind.ANSWER,
 ) -> TokenStore:
     """A store of random rows; the last part of each is trained, as an answer would be.
 
-    An encoder-decoder's rows have a question and an answer of the given length each.
+    An encoder-decoder's rows have a question and an answer of the given length each. Both answers
+    of a pair are as long; every other labelled answer is good.
     """
     import numpy as np
 
     draw = np.random.default_rng(_SEED)
     folder.mkdir(parents=True)
     writer = StoreWriter(folder)
-    for number, length in enumerate(lengths, start=1):
+    rows_per_example = 2 if example is ExampleKind.PAIR else 1
+    every = [length for length in lengths for _ in range(rows_per_example)]
+    for number, length in enumerate(every, start=1):
         size = 2 * length if is_encoder_decoder else length
         num_trained = length if is_encoder_decoder else max(1, round(trained_fraction * length))
-        writer.add(_draw_row(draw, size, num_trained, number=number, vocab_size=vocab_size))
+        row = _draw_row(draw, size, num_trained, number=number, vocab_size=vocab_size)
+        writer.add(replace(row, is_good=number % 2 == 1))
     writer.close()
     description = StoreDescription(
         key="synthetic",
-        num_rows=len(lengths),
+        num_rows=len(every),
         num_tokens=writer.num_tokens,
         num_trained_tokens=int(writer.column("num_trained").sum()),
         seq_len=seq_len,
@@ -348,8 +379,9 @@ def write_synthetic(
         files=(StoreFile(path=SYNTHETIC_SOURCE, unit="row", source=0),),
         longest_row_tokens=max(lengths),
         num_blob_tokens=writer.num_tokens,
+        example=example,
     )
-    writer.write_store("train", np.arange(len(lengths)), description)
+    writer.write_store("train", np.arange(len(every)), description)
     return TokenStore(folder / "train")
 
 

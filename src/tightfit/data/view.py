@@ -28,6 +28,8 @@ class ViewedRow(NamedTuple):
     """A row to be shown."""
 
     place: str
+    answer: str
+    """Of preferences: `chosen`, `rejected`, `good` or `bad`."""
     num_tokens: int
     num_trained_tokens: int
     pieces: tuple[Piece, ...]
@@ -36,6 +38,7 @@ class ViewedRow(NamedTuple):
         """For JSON."""
         return {
             "place": self.place,
+            **({"answer": self.answer} if self.answer else {}),
             "num_tokens": self.num_tokens,
             "num_trained_tokens": self.num_trained_tokens,
             "segments": [
@@ -62,14 +65,25 @@ def view_row(store: TokenStore, index: int, tokenizer: ChatTokenizer) -> ViewedR
         text = tokenizer.decode(tokens[side:end])
         pieces.append(Piece(text[len(text_before) :], bool(is_trained), is_special))
         start, text_before = end, text
-    return ViewedRow(row.place, len(tokens), int(store.num_trained[index]), tuple(pieces))
+    answer = _name_answer(store, index)
+    return ViewedRow(row.place, answer, len(tokens), int(store.num_trained[index]), tuple(pieces))
 
 
 def pick_rows(store: TokenStore, count: int) -> list[int]:
-    """So many rows, spread evenly, the first among them."""
-    num_rows = len(store)
-    count = min(num_rows, count)
-    return [number * num_rows // count for number in range(count)]
+    """So many rows, spread evenly, the first among them; of pairs both rows."""
+    size = store.description.rows_per_example
+    num_examples = len(store) // size
+    count = min(num_examples, count)
+    first = [number * num_examples // count * size for number in range(count)]
+    return [row + at for row in first for at in range(size)]
+
+
+def _name_answer(store: TokenStore, index: int) -> str:
+    if store.is_good is not None:
+        return "good" if store.is_good[index] else "bad"
+    if store.description.rows_per_example > 1:
+        return "rejected" if index % 2 else "chosen"
+    return ""
 
 
 def find_row(encoded: EncodedDataset, wanted: int) -> Iterator[tuple[TokenStore, int]]:

@@ -193,6 +193,9 @@ class LlamaAnswer(BaseAnswer[StopTextFilter]):
         body = make_completion_body(
             self.request.prompt, self.request.sampling, num_new_tokens=self._max_new_tokens
         )
+        # Control tokens have no text unless they are named here.
+        token_name = self._prompter.tokenizer.token_name
+        body["preserved_tokens"] = [token_name(token) for token in self.request.kept_control]
         try:
             if not self.is_cancelled:
                 server.handle_completions(body, self._take)

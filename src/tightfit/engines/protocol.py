@@ -32,6 +32,8 @@ class Request:
 
     prompt: tuple[int, ...]
     sampling: Sampling = field(default_factory=Sampling)
+    kept_control: tuple[int, ...] = ()
+    """Control tokens that stay in the answer's text, where tool calls are parsed from it."""
 
 
 class FinishReason(str, Enum):

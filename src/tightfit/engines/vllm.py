@@ -145,7 +145,7 @@ class VllmAnswer(BaseAnswer[TextStream]):
     """An answer whose tokens come from a task on vLLM's event loop."""
 
     def __init__(self, request: Request, listener: Listener, prompter: Prompter) -> None:
-        text = TextStream(prompter, request.sampling.stop)
+        text = TextStream(prompter, request.sampling.stop, request.kept_control)
         super().__init__(request, listener, prompter.stop_ids, text)
         self._lock = threading.Lock()
         self._end_task: Callable[[], object] | None = None

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple
 
 from tightfit.core.attention import Attention
 from tightfit.core.dtypes import Dtype
+from tightfit.core.objectives import Objective
 from tightfit.core.settings import Loss, Method
 from tightfit.core.strategy import Strategy
 from tightfit.estimation.flops import skips_masked_pairs
@@ -388,7 +389,8 @@ def _always_masks(spec: ModelSpec, strategy: Strategy) -> bool:
 
 def has_padding_mask(strategy: Strategy) -> bool:
     """Whether padded rows come with a mask; not in tightfit's own jobs, see `collate_padded`."""
-    return strategy.quirks.padding_mask and strategy.micro_batch > 1 and not strategy.packing
+    several = strategy.sequences_per_micro_batch > 1
+    return strategy.quirks.padding_mask and several and not strategy.packing
 
 
 def _repeated_fraction(spec: ModelSpec, strategy: Strategy) -> float:
@@ -436,7 +438,7 @@ def _score_bytes(spec: ModelSpec, block: Block, strategy: Strategy, numerics: Va
         if family.has_position_bias:
             return inputs + BIASED_SCORE_BYTES * spec.num_heads * strategy.seq_len
         # With several rows, broadcast keys and values are copied to all heads.
-        copied = 8 * (query if strategy.micro_batch > 1 else key)
+        copied = 8 * (query if strategy.sequences_per_micro_batch > 1 else key)
         return (
             4 * query + copied + projection + MATH_SCORE_BYTES * spec.num_heads * strategy.seq_len
         )
@@ -662,7 +664,8 @@ def _estimate_loss(spec: ModelSpec, strategy: Strategy) -> LossBytes:
     dropped = 0 if strategy.quirks.keeps_logits else value * table
     is_head_fusible = can_fuse_head_and_loss(spec)
     if strategy.loss is Loss.FUSED and is_head_fusible:
-        return _estimate_fused(spec, strategy)
+        is_sft = strategy.objective is Objective.SFT
+        return (_estimate_fused if is_sft else _estimate_log_probs)(spec, strategy)
     if strategy.loss is Loss.CHUNKED:
         if strategy.compile and strategy.trainer:  # ours compiles layers, not the loss
             kept = value * table + softcap
@@ -708,22 +711,55 @@ def _estimate_without_upcast(strategy: Strategy, *, table: int, softcap: int) ->
     )
 
 
-def count_chunk_tokens(spec: ModelSpec, *, tokens: int, factor: int) -> int:
+def count_chunk_tokens(*, tokens: int, hidden_size: int, vocab_size: int, factor: int) -> int:
     """Tokens of the fused loss's largest chunk: a power of two, or all there are.
 
     Source: liger-kernel 0.8.5, fused_linear_cross_entropy_forward, `chunk_mem_const`.
     """
-    num_chunks = -(-spec.vocab_size // (factor * spec.hidden_size))
+    num_chunks = -(-vocab_size // (factor * hidden_size))
     return min(tokens, 1 << max(0, (-(-tokens // num_chunks) - 1).bit_length()))
+
+
+def _count_chunk_tokens(spec: ModelSpec, strategy: Strategy) -> int:
+    return count_chunk_tokens(
+        tokens=strategy.tokens_per_micro_batch,
+        hidden_size=spec.hidden_size,
+        vocab_size=spec.vocab_size,
+        factor=strategy.loss_chunk_factor,
+    )
 
 
 def _estimate_fused(spec: ModelSpec, strategy: Strategy) -> LossBytes:
     """One chunk of logits at a time; chunks shrink as the vocabulary grows."""
     tokens = strategy.tokens_per_micro_batch
     value = strategy.compute.value_bytes
-    chunk_tokens = count_chunk_tokens(spec, tokens=tokens, factor=strategy.loss_chunk_factor)
+    chunk_tokens = _count_chunk_tokens(spec, strategy)
     logits = 2 * chunk_tokens * spec.vocab_size * value
     hidden_gradient = tokens * spec.hidden_size * value
     head_gradient = 2 * spec.embedding_params * value if strategy.trains_head else 0
     total = logits + hidden_gradient + head_gradient
     return LossBytes(forward=total, backward=hidden_gradient)
+
+
+TRL_TILE = (4096, 32768)
+"""Tokens and words of a tile of logits. Source: trl 1.16, kernels/chunked_logprob.py, utils.py."""
+
+
+def _estimate_log_probs(spec: ModelSpec, strategy: Strategy) -> LossBytes:
+    """The fused loss of preferences: one chunk of logits at a time in both passes.
+
+    The forward pass makes an fp32 chunk, and a copy of it for the sum of exponentials; it keeps one
+    number per token. The backward pass makes the chunk again, and its gradient as the head takes
+    it, beside the gradient of the hidden states and, where it is trained, the head's.
+    """
+    tokens = strategy.tokens_per_micro_batch
+    value = strategy.compute.value_bytes
+    head = spec.embedding_params if strategy.trains_head else 0
+    gradients = tokens * spec.hidden_size + head
+    if strategy.quirks.tiled_log_probs:
+        tile = value * min(tokens, TRL_TILE[0]) * min(spec.vocab_size, TRL_TILE[1])
+        return LossBytes(forward=tile, backward=tile + 4 * gradients)
+    chunk_tokens = _count_chunk_tokens(spec, strategy)
+    table = chunk_tokens * spec.vocab_size
+    narrow = value if value < 4 else 0
+    return LossBytes(forward=8 * table, backward=(4 + narrow) * table + value * gradients)

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from tightfit.core.attention import Attention
 from tightfit.core.dtypes import Dtype
-from tightfit.core.settings import Method
+from tightfit.core.objectives import Objective
+from tightfit.core.settings import Loss, Method
 from tightfit.core.strategy import Strategy
 from tightfit.estimation.weights import count_saved_traffic, is_lora_target, packs_experts
 from tightfit.models.spec import Block, ModelSpec, Role
@@ -279,14 +280,15 @@ def estimate_step_flops(
     Backward costs twice the forward pass: gradients of inputs and of weights.
     LoRA needs no gradients of frozen weights, so those matrices cost once in
     the backward pass; attention has no weights and costs twice under any
-    method. Method `load` is a forward pass. Checkpointing repeats the blocks'
+    method. Method `load` is a forward pass. So is the reference in each step, without
+    adapters, and the pass for KTO's divergence. Checkpointing repeats the blocks'
     forward pass, the head's not. `seq_len` stands in for the strategy's where
     batches are shorter on average.
     Leaves out that the first layer's inputs need no gradient under LoRA.
     Source: PaLM arXiv:2204.02311 appendix B; LoRA arXiv:2106.09685 section 4.
     """
     length = float(strategy.seq_len if seq_len is None else seq_len)
-    sequences = strategy.micro_batch * strategy.grad_accum * strategy.world_size
+    sequences = strategy.sequences_per_micro_batch * strategy.grad_accum * strategy.world_size
     forward = estimate_forward_flops(spec, num_sequences=sequences, seq_len=length)
     if not strategy.is_trained:
         return StepFlops(model=forward.total, recomputed=0.0)
@@ -297,9 +299,43 @@ def estimate_step_flops(
         head_passes = 3.0 if strategy.trains_head else 2.0
         model = 2.0 * forward.linear + 3.0 * forward.attention + 3.0 * adapter
         model += head_passes * forward.head
+    with_adapters, without = count_passes_aside(strategy)
+    model += with_adapters * (forward.total + adapter) + without * forward.total
     share = strategy.count_recomputed(spec.num_layers) / spec.num_layers
     repeated = share * (forward.linear + forward.attention + adapter)
+    if recomputes_logits(strategy):
+        repeated += forward.head
     return StepFlops(model=model, recomputed=repeated)
+
+
+class PassesAside(NamedTuple):
+    """Forward passes without gradients beside each pass that has them, over as many sequences."""
+
+    with_adapters: int
+    """Of mismatched prompts and answers, for KTO's divergence."""
+    reference: int
+    """Of the reference, where each step runs it."""
+
+
+def count_passes_aside(strategy: Strategy) -> PassesAside:
+    record = strategy.objective.record
+    reference = count_reference_passes(strategy) if strategy.runs_reference else 0
+    return PassesAside(record.num_kl_sequences // record.num_sequences, reference)
+
+
+def count_reference_passes(strategy: Strategy) -> int:
+    """Forward passes of the reference over a micro-batch's sequences, in a step or before."""
+    record = strategy.objective.record
+    return record.num_reference_sequences // record.num_sequences
+
+
+def recomputes_logits(strategy: Strategy) -> bool:
+    """Whether the backward pass computes each chunk of logits again.
+
+    The fused loss of preferences does: how a token's gradient is scaled is known only when the
+    whole answer's log-probability is. Source: training/log_probs.py.
+    """
+    return strategy.objective is not Objective.SFT and strategy.loss is Loss.FUSED
 
 
 def skips_masked_pairs(attention: Attention, *, window: int | None, seq_len: float) -> bool:

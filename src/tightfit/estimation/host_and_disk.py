@@ -24,7 +24,11 @@ DEFAULT_CHECKPOINTS = int(Training.model_fields["keep_checkpoints"].default)
 
 
 def estimate_disk_components(
-    spec: ModelSpec, strategy: Strategy, *, num_checkpoints: int = DEFAULT_CHECKPOINTS
+    spec: ModelSpec,
+    strategy: Strategy,
+    *,
+    num_checkpoints: int = DEFAULT_CHECKPOINTS,
+    num_examples: int = 0,
 ) -> dict[str, int]:
     """Disk for the base model, checkpoints that can be resumed, and the result.
 
@@ -39,11 +43,13 @@ def estimate_disk_components(
         count * (width + optimizer_bytes_per_value(strategy, width))
         for count, width in list_trained_values(spec, strategy)
     )
-    return {
+    parts = {
         "base_model": base,
         "checkpoints": (num_checkpoints + 1 if num_checkpoints else 0) * int(checkpoint),
         "result": _result_bytes(spec, strategy),
     }
+    kept = reference_bytes(strategy, num_examples=num_examples)
+    return parts | {"reference_log_probs": kept} if kept else parts
 
 
 def _result_bytes(spec: ModelSpec, strategy: Strategy) -> int:
@@ -67,6 +73,13 @@ def stored_value_bytes(spec: ModelSpec, strategy: Strategy) -> int:
     return 4 if strategy.weights is Dtype.FP32 else 2
 
 
+def reference_bytes(strategy: Strategy, *, num_examples: int) -> int:
+    """Log-probabilities of the reference that are kept: an fp32 number for each answer."""
+    if not strategy.precompute_reference:
+        return 0
+    return 4 * num_examples * strategy.objective.record.num_reference_sequences
+
+
 # Host memory
 
 PROCESS_BYTES = int(2.5 * GIB)
@@ -77,7 +90,9 @@ PINNED_FACTOR = 1.5
 """Head-room of DeepSpeed's pinned staging buffers. Source: as in `state.py`."""
 
 
-def estimate_host_components(spec: ModelSpec, strategy: Strategy) -> dict[str, int]:
+def estimate_host_components(
+    spec: ModelSpec, strategy: Strategy, *, num_examples: int = 0
+) -> dict[str, int]:
     """Host RAM of one node at its worst, by part.
 
     Loading holds at most one copy of the weights per node, as `train` guarantees;
@@ -88,6 +103,8 @@ def estimate_host_components(spec: ModelSpec, strategy: Strategy) -> dict[str, i
     # Offloaded optimizer state is created after loading, so the larger of the two counts.
     is_late = parts["offloaded_optimizer"] > parts["loading"]
     parts["loading" if is_late else "offloaded_optimizer"] = 0
+    kept = reference_bytes(strategy, num_examples=num_examples)
+    parts["reference_log_probs"] = strategy.gpus_per_node * kept
     return {name: size for name, size in parts.items() if size}
 
 
@@ -120,8 +137,8 @@ def estimate_loading_bytes_by_rank(spec: ModelSpec, strategy: Strategy) -> list[
 
 
 def _whole_model_bytes(spec: ModelSpec, strategy: Strategy) -> int:
-    """The model with its adapters, in the formats it trains in."""
-    base = estimate_weight_bytes(spec, strategy).total
+    """The model with its adapters and its reference, in the formats it trains in."""
+    base = estimate_weight_bytes(spec, strategy).total * (1 + strategy.copies_reference)
     if strategy.method is not Method.LORA:
         return base
     return base + sum(count * width for count, width in list_trained_values(spec, strategy))

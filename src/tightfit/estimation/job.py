@@ -113,6 +113,7 @@ def _eval(spec: ModelSpec, strategy: Strategy, *, is_cpu: bool) -> Moment:
         "eval",
         **_weight_parts(state),
         optimizer=state.optimizer,
+        reference=state.reference,
         activations=strategy.tokens_per_micro_batch * max(layer.saved for layer in layers),
         logits=estimate_loss_bytes(spec, strategy).forward,
         communication=buffers.forward,
@@ -127,7 +128,7 @@ def _save(spec: ModelSpec, strategy: Strategy) -> Moment:
     if strategy.sharding.shards_weights:
         trained = min(num_trainable(spec, strategy), spec.embedding_params)
         gathered = trained * (4 if strategy.weights is Dtype.FP32 else 2)
-    parts = _weight_parts(state)
+    parts = _weight_parts(state) | {"reference": state.reference}
     return _make_moment("save", **parts, optimizer=state.optimizer, communication=gathered)
 
 
@@ -191,7 +192,7 @@ def estimate_job_summary(
     """Whether `strategy` fits on nodes like `node`, and the time of its step."""
     strategy = as_loaded(spec, strategy)
     gpu = _gpu_memory(spec, strategy, node, _list_moments(spec, strategy, node))
-    host = estimate_host_components(spec, strategy)
+    host = estimate_host_components(spec, strategy, num_examples=_count_examples(profile))
     if node.gpu.is_cpu:  # host memory is device memory
         host = {"processes": strategy.gpus_per_node * gpu.peak_reserved_bytes}
     host_memory = HostMemory(
@@ -236,7 +237,12 @@ def estimate_job(
         network_bytes_per_second=network_bytes_per_second,
         profile=profile,
     )
-    disk = estimate_disk_components(spec, strategy, num_checkpoints=num_checkpoints)
+    disk = estimate_disk_components(
+        spec,
+        strategy,
+        num_checkpoints=num_checkpoints,
+        num_examples=_count_examples(profile),
+    )
     assumptions = _assumptions(spec, strategy, node, network_bytes_per_second)
     if strategy.weights is not asked.weights and not strategy.dequantized_base:
         assumptions.insert(
@@ -259,6 +265,10 @@ def estimate_job(
         phases=_phases(spec, strategy, node, summary.gpu),
         assumptions=tuple(assumptions),
     )
+
+
+def _count_examples(profile: DataProfile | None) -> int:
+    return 0 if profile is None else profile.num_rows
 
 
 def _list_moments(spec: ModelSpec, strategy: Strategy, node: Node) -> list[Moment]:

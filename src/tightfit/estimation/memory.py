@@ -17,6 +17,7 @@ from tightfit.estimation.activations import (
     estimate_loss_bytes,
     list_layers,
 )
+from tightfit.estimation.flops import count_passes_aside
 from tightfit.estimation.result import Verdict
 from tightfit.estimation.state import (
     BufferBytes,
@@ -98,7 +99,7 @@ def judge_fit(
 
 BATCH_SIZED = ("activations", "logits")
 """Components whose size depends on the batch."""
-PERSISTENT = frozenset({"weights", "quantization", "adapters", "optimizer"})
+PERSISTENT = frozenset({"weights", "quantization", "adapters", "optimizer", "reference"})
 """Components that live from step to step and so cause no fragmentation."""
 
 
@@ -174,6 +175,7 @@ def estimate_moments(
         "quantization": state.quantization,
         "adapters": state.adapters,
         "optimizer": optimizer,
+        "reference": state.reference,
     }
     # DoRA's weight norms are computed again where layers are recomputed.
     norms_again = buffers.weight_norms if strategy.checkpointing else 0
@@ -188,6 +190,17 @@ def estimate_moments(
         moments["gather"] = {
             "gradients": gradients.start,
             "activations": activations.in_layers,
+            "communication": buffers.forward,
+            **in_forward,
+        }
+    if any(count_passes_aside(strategy)):
+        widest = max(layer.saved for _, layer in layers)
+        is_late = strategy.quirks.late_reference and strategy.runs_reference
+        kept = activations.kept if is_late else 0
+        moments["reference"] = {
+            "gradients": gradients.start,
+            "activations": kept + strategy.tokens_per_micro_batch * widest,
+            "logits": loss.forward,
             "communication": buffers.forward,
             **in_forward,
         }

@@ -94,8 +94,22 @@ class StepTime(Frozen):
     """Name to seconds, summing to `seconds_per_step`."""
     seconds_per_epoch: NonNegativeFloat | None = None
     steps_per_epoch: NonNegativeInt | None = None
+    compile_seconds: NonNegativeFloat = 0.0
+    """What the first step takes longer where layers or attention are compiled and no earlier run
+    has left the code in the cache; in none of the figures above."""
     tier: str = "closed-form"
     """`traced` once the seconds of traced operations replaced the formulas'."""
+    reference_seconds_per_step: NonNegativeFloat = 0.0
+    """To compute the reference's log-probabilities of one step's rows, where that is done before
+    training: once for each row, and so not in `seconds_per_step`."""
+
+    def run_seconds(self, num_epochs: float) -> float | None:
+        """The whole run, with compiling and the reference before its first step; None where its
+        length is not known (no dataset)."""
+        if self.seconds_per_epoch is None:
+            return None
+        before = self.reference_seconds_per_step * (self.steps_per_epoch or 0)
+        return before + self.compile_seconds + self.seconds_per_epoch * num_epochs
 
 
 class EstimateSummary(NamedTuple):

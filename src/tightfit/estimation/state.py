@@ -48,6 +48,8 @@ class StateBytes(NamedTuple):
     host_weights: int
     """Host memory of this rank: offloaded weights and their gradients."""
     host_optimizer: int
+    reference: int
+    """A frozen copy of the weights, where the objective needs one."""
 
 
 def trained_value_bytes(strategy: Strategy) -> int:
@@ -97,9 +99,10 @@ def estimate_state_bytes(spec: ModelSpec, strategy: Strategy) -> StateBytes:
     adapter_bytes = trained_bytes if strategy.method is Method.LORA else 0
 
     on_gpu_weights = ceil(weight_bytes / weight_shards)
+    reference = on_gpu_weights if strategy.copies_reference else 0
     host_weights = 0
     if offload.moves_params:
-        host_weights, on_gpu_weights = on_gpu_weights, 0
+        host_weights, on_gpu_weights, reference = on_gpu_weights + reference, 0, 0
     host_optimizer = 0
     if offload.moves_optimizer:
         host_optimizer, optimizer = optimizer, 0
@@ -122,6 +125,7 @@ def estimate_state_bytes(spec: ModelSpec, strategy: Strategy) -> StateBytes:
         else ceil(_temporary_bytes(spec, strategy, trained_bytes)),
         host_weights=host_weights,
         host_optimizer=host_optimizer,
+        reference=reference,
     )
 
 

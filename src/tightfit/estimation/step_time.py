@@ -7,7 +7,9 @@ from __future__ import annotations
 from math import ceil, log
 from typing import NamedTuple
 
+from tightfit.core.attention import Attention
 from tightfit.core.dtypes import Dtype
+from tightfit.core.objectives import Objective
 from tightfit.core.profiles import DataProfile
 from tightfit.core.settings import Loss, Method, Sharding
 from tightfit.core.strategy import Strategy
@@ -15,11 +17,15 @@ from tightfit.estimation import communication as comms
 from tightfit.estimation import traffic
 from tightfit.estimation.activations import find_unfused_attention, has_padding_mask
 from tightfit.estimation.flops import (
+    NO_ADAPTERS,
     AdapterSums,
     Workload,
     count_pairs,
+    count_passes_aside,
+    count_reference_passes,
     estimate_adapter_flops,
     estimate_step_flops,
+    recomputes_logits,
     skips_masked_pairs,
     sum_adapters,
     sum_workload,
@@ -161,7 +167,7 @@ class MicroBatch(NamedTuple):
 
     @property
     def tokens(self) -> float:
-        return self.strategy.micro_batch * self.lengths.row
+        return self.strategy.sequences_per_micro_batch * self.lengths.row
 
     @property
     def recomputed_fraction(self) -> float:
@@ -354,15 +360,38 @@ class PassSeconds(NamedTuple):
     def total(self) -> float:
         return self.matmul + self.attention + self.memory_bound + self.dequantize
 
+    def plus(self, other: PassSeconds) -> PassSeconds:
+        return PassSeconds(*(one + two for one, two in zip(self, other, strict=True)))
 
-def time_passes(job: MicroBatch) -> list[PassSeconds]:
-    """Forward passes of blocks and head, and the backward pass of both, without recomputation."""
+    def times(self, count: int) -> PassSeconds:
+        return PassSeconds(*(count * one for one in self))
+
+
+class Passes(NamedTuple):
+    """Passes over one micro-batch."""
+
+    blocks: PassSeconds
+    """Forward."""
+    head: PassSeconds
+    """Forward, with the loss's traffic of both passes, and the logits that its backward pass
+    computes again."""
+    backward: PassSeconds
+    """Of both, without recomputation."""
+    aside: PassSeconds
+    """All forward passes without gradients."""
+    reference: PassSeconds
+    """One forward pass of the reference: the head's, and the blocks' without adapters."""
+
+
+def time_passes(job: MicroBatch) -> Passes:
+    """The passes of one micro-batch, and one of its objective's reference."""
     products, strategy = estimate_matmul_seconds(job), job.strategy
     blocks = _time_blocks(job, products.blocks + products.adapters, backward=False)
     # The loss's backward traffic is counted here too.
     loss_bytes = job.tokens * traffic.loss_bytes_per_token(job.work, strategy)
+    again = products.head if recomputes_logits(strategy) else 0.0
     head = PassSeconds(
-        matmul=products.head, memory_bound=loss_bytes / job.rates.loss_bytes_per_second
+        matmul=products.head + again, memory_bound=loss_bytes / job.rates.loss_bytes_per_second
     )
     backward = PassSeconds()
     if strategy.is_trained:
@@ -374,19 +403,47 @@ def time_passes(job: MicroBatch) -> list[PassSeconds]:
         if strategy.trains_head:
             matmul += products.head_weights
         backward = _time_blocks(job, matmul, backward=True)
+    reference, aside = _time_aside(job, products, blocks)
     # Products slow down to the clock that the power limit allows; unfused attention is
     # memory-bound and keeps its time. Leaves out the update, which also lets the clock recover.
-    passes = ((blocks, 1.0 + job.recomputed_fraction), (head, 1.0), (backward, 1.0))
+    passes = (
+        (blocks, 1.0 + job.recomputed_fraction),
+        (head, 1.0),
+        (backward, 1.0),
+        (aside, 1.0),
+        (reference, 0.0),
+    )
     is_fused = find_unfused_attention(job.spec, strategy, is_cpu=job.is_cpu) is None
     in_products = sum(n * (one.matmul + one.attention * is_fused) for one, n in passes)
     share = in_products / max(sum(n * one.total for one, n in passes), 1e-12)
     times = eff.product_slowdown(job.rates.measured, share=share)
-    return [
-        one._replace(
-            matmul=times * one.matmul, attention=(times if is_fused else 1.0) * one.attention
+    return Passes(
+        *(
+            one._replace(
+                matmul=times * one.matmul, attention=(times if is_fused else 1.0) * one.attention
+            )
+            for one, _ in passes
         )
-        for one, _ in passes
-    ]
+    )
+
+
+def _time_aside(
+    job: MicroBatch, products: MatmulSeconds, blocks: PassSeconds
+) -> tuple[PassSeconds, PassSeconds]:
+    """One pass of the reference, and all passes without gradients of a micro-batch."""
+    if job.strategy.objective is Objective.SFT:
+        return PassSeconds(), PassSeconds()
+    num_bytes = job.tokens * job.work.vocab_size * traffic.LOG_PROB_BYTES
+    head = PassSeconds(
+        matmul=products.head, memory_bound=num_bytes / job.rates.loss_bytes_per_second
+    )
+    base = job._replace(adapters=NO_ADAPTERS)
+    if job.strategy.dora:
+        base = base._replace(strategy=job.strategy.model_copy(update={"dora": False}))
+    reference = _time_blocks(base, products.blocks, backward=False).plus(head)
+    with_adapters, without = count_passes_aside(job.strategy)
+    aside = blocks.plus(head).times(with_adapters).plus(reference.times(without))
+    return reference, aside
 
 
 def _time_blocks(job: MicroBatch, matmul: float, *, backward: bool) -> PassSeconds:
@@ -481,6 +538,34 @@ def _measured_scores(job: MicroBatch, *, backward: bool) -> float | None:
     return measured[kernel][backward] * max(1.0, wider) * scores
 
 
+# Compiling, before the first step
+
+COMPILE_LAYER_SECONDS = 9.0
+"""torch.compile of one kind of layer, forward and backward. First steps on one H200, torch 2.11:
+8 s on Llama-2-7B, 10 on BLOOM-1b7, 14 on Falcon-7B and Qwen3-30B-A3B."""
+COMPILE_FLEX_SECONDS = 14.0
+"""Flex attention with one kind of mask, compiled by itself: of two kinds 23 s on gpt-oss-20b and 41
+on Gemma 2 2B, likewise."""
+COMPILE_FLEX_INSIDE_SECONDS = 6.0
+"""The same as a part of a compiled layer: 15 s in all on Mistral-7B, of two kinds 26 and 31 on
+gpt-oss-20b and Gemma 2 2B."""
+
+
+def estimate_compile_seconds(
+    strategy: Strategy, work: Workload, *, num_blocks: int, has_profile: bool
+) -> float:
+    """What compiling adds to the first steps, with nothing in the cache.
+
+    Rows of different lengths compile twice: for the first length, then for any.
+    """
+    flex = strategy.attention is Attention.FLEX
+    masks = max(1, len(work.attention))
+    seconds = COMPILE_LAYER_SECONDS * max(num_blocks, masks) * strategy.compile
+    each = COMPILE_FLEX_INSIDE_SECONDS if strategy.compile else COMPILE_FLEX_SECONDS
+    seconds += each * masks * flex
+    return seconds * (2 if has_profile and not strategy.packing else 1)
+
+
 # The optimizer step
 
 LOW_FACTOR = 0.85
@@ -512,24 +597,29 @@ def estimate_step_time(
     strategy = as_loaded(spec, strategy)
     job = _describe_micro_batch(spec, strategy, node, profile)
     passes = time_passes(job)
-    blocks, head, backward = passes
+    blocks, head, backward, aside, reference = passes
+    learning = (blocks, head, backward)
     repeated = job.recomputed_fraction * blocks.total
     # Of one micro-batch: transfers overlap with them.
     forward_seconds, backward_seconds = blocks.total + head.total, backward.total + repeated
     launch = _launch_seconds(job, forward=forward_seconds, backward=backward_seconds)
+    num_aside = sum(count_passes_aside(strategy))
+    launch += num_aside * _launch_aside_seconds(job, reference)
     times = strategy.grad_accum
     parts = {
-        "matmul": times * sum(p.matmul for p in passes),
-        "attention": times * sum(p.attention for p in passes),
-        "memory_bound": times * sum(p.memory_bound for p in passes),
+        "matmul": times * sum(p.matmul for p in learning),
+        "attention": times * sum(p.attention for p in learning),
+        "memory_bound": times * sum(p.memory_bound for p in learning),
         "recompute": times * repeated,
-        "dequantize": times * sum(p.dequantize for p in passes),
+        "dequantize": times * sum(p.dequantize for p in learning),
+        "reference": times * aside.total,
         "launch": times * launch,
         "hooks": times * _hook_seconds(job),
         "optimizer": _optimizer_seconds(job, num_trainable),
     }
     links = comms.find_links(node, network_bytes_per_second=network_bytes_per_second)
     payload = _payload(job, num_trainable)
+    before = reference.total + _launch_aside_seconds(job, reference)
     for name, transfers in (
         ("communication", comms.estimate_transfers(strategy, links, payload)),
         ("offload", comms.estimate_offload(strategy, links, payload)),
@@ -537,7 +627,10 @@ def estimate_step_time(
         ahead = comms.exposed_seconds(transfers.forward, compute=forward_seconds)
         behind = comms.exposed_seconds(transfers.backward, compute=backward_seconds)
         last = comms.exposed_seconds(transfers.last_backward, compute=backward_seconds)
-        parts[name] = times * (ahead + behind) + last + transfers.update
+        for_reference = comms.exposed_seconds(transfers.forward, compute=reference.total)
+        parts[name] = times * (ahead + behind + num_aside * for_reference)
+        parts[name] += last + transfers.update
+        before += for_reference
     seconds = sum(parts.values())
     measured = node.gpu.measured
     is_host_measured = measured is not None and measured.host_forward_seconds is not None
@@ -560,6 +653,12 @@ def estimate_step_time(
         components=parts,
         seconds_per_epoch=None if steps is None else steps * seconds,
         steps_per_epoch=steps,
+        reference_seconds_per_step=times * count_reference_passes(strategy) * before
+        if strategy.precompute_reference
+        else 0.0,
+        compile_seconds=estimate_compile_seconds(
+            strategy, job.work, num_blocks=len(spec.blocks), has_profile=profile is not None
+        ),
     )
 
 
@@ -572,7 +671,10 @@ def _describe_micro_batch(
         skips_cross_document_pairs=eff.skips_cross_document_pairs(node.gpu, strategy),
     )
     stream = (
-        strategy.micro_batch * lengths.row * spec.hidden_size * traffic.stream_value_bytes(strategy)
+        strategy.sequences_per_micro_batch
+        * lengths.row
+        * spec.hidden_size
+        * traffic.stream_value_bytes(strategy)
     )
     rates = eff.find_rates(
         node.gpu, strategy, head_dim=spec.head_dim, seq_len=lengths.sequence, tensor_bytes=stream
@@ -612,6 +714,18 @@ def _launch_seconds(job: MicroBatch, *, forward: float, backward: float) -> floa
     return waited
 
 
+def _launch_aside_seconds(job: MicroBatch, reference: PassSeconds) -> float:
+    """The same of one forward pass without gradients or adapters."""
+    if job.strategy.objective is Objective.SFT:
+        return 0.0
+    is_rms_norm, rates = job.spec.is_rms_norm, job.rates
+    kernels = count_forward_kernels(job.work, NO_ADAPTERS, job.strategy, is_rms_norm=is_rms_norm)
+    launched, _ = host_launch_seconds(kernels, NO_ADAPTERS, job.strategy, rates)
+    if job.is_cpu:
+        return launched
+    return max(kernels * rates.kernel_gap_seconds, launched - reference.total)
+
+
 def _hook_seconds(job: MicroBatch) -> float:
     """DeepSpeed's Python around each module that ZeRO-3 gathers."""
     strategy, work = job.strategy, job.work
@@ -619,6 +733,7 @@ def _hook_seconds(job: MicroBatch) -> float:
         return 0.0
     modules = work.num_linears_held + work.num_norms + 4 * work.num_layers
     passes = 1 + (1 + job.recomputed_fraction) * strategy.is_trained
+    passes += sum(count_passes_aside(strategy))
     return modules * passes * eff.ZERO3_HOOK_SECONDS
 
 

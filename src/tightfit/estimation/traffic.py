@@ -9,7 +9,7 @@ from tightfit.core.dtypes import Dtype
 from tightfit.core.optimizers import Optimizer
 from tightfit.core.settings import Loss, Method
 from tightfit.core.strategy import Strategy
-from tightfit.estimation.flops import AdapterSums, Workload
+from tightfit.estimation.flops import AdapterSums, Workload, recomputes_logits
 from tightfit.estimation.weights import can_fuse_trained_projections, is_dora, is_lora_target
 from tightfit.hardware.rates import (
     DEQUANTIZE_BYTES,
@@ -184,11 +184,19 @@ def loss_bytes_per_token(work: Workload, strategy: Strategy) -> float:
     """Forward and backward traffic of the loss over the vocabulary, for one token.
 
     Plain: cast up 6, log-softmax 8, its gradient 4 + 12, cast back 6. Fused:
-    the chunk of logits read, and its gradient written over it.
+    the chunk of logits read, and its gradient written over it. The fused loss of preferences
+    is torch's: cast up and summed in both passes, then the gradient and its cast.
     """
     if not strategy.is_trained:
         return 0.0
+    if recomputes_logits(strategy):
+        return work.vocab_size * (2 * LOG_PROB_BYTES + 14.0)
     return work.vocab_size * (8.0 if strategy.loss is Loss.FUSED else 36.0)
+
+
+LOG_PROB_BYTES = 10.0
+"""Per token and word of a pass without gradients: logits cast up, 6, and the sum of exponentials
+over what that wrote, 4."""
 
 
 ZERO_MASTER_BYTES = 40.0

@@ -182,6 +182,48 @@ def _score_execution(
     return score
 
 
+# Tool calls.
+
+
+def _asks_for_calls(_format: str, questions: Sequence[Question]) -> bool:
+    return any(question.tools for question in questions)
+
+
+def _score_calls(questions: Sequence[Question], _databases: Path | None, notes: list[str]) -> Score:
+    """Of rows with tools. A row whose gold answer is text is right where nothing is called."""
+    from tightfit.data.tools import ToolError, comparable
+
+    if not any(question.tools for question in questions):
+        raise InvalidInputError(
+            "No row lists tools, so none can be called.",
+            remedy="leave `--metric tool-calls` out, or give the rows a `tools` column",
+        )
+    if num_text := sum(bool(item.tools) and not item.gold_calls for item in questions):
+        notes.append(
+            f"tool-calls: rows whose right answer is text, so that no call is right: {num_text:,}"
+        )
+
+    def score(number: int, answer: str) -> AnswerScore:
+        question = questions[number]
+        if not question.tools or question.syntax is None:
+            return AnswerScore(values={})
+        gold = question.gold_calls
+        try:
+            calls = question.syntax.parse(answer).calls
+        except ToolError as error:
+            values = {"tool_calls": 0.0, "tool_names": 0.0, "tool_json": 0.0}
+            return AnswerScore(values=values, problem=f"a tool call that {error}")
+        # Parallel calls have no order.
+        names = sorted(call.name for call in calls) == sorted(call.name for call in gold)
+        is_right = sorted(map(comparable, calls)) == sorted(map(comparable, gold))
+        values = {"tool_calls": float(is_right), "tool_names": float(names)}
+        if gold:
+            values["tool_json"] = float(bool(calls))
+        return AnswerScore(values=values)
+
+    return score
+
+
 # The records.
 
 
@@ -211,7 +253,9 @@ METRICS = {
                 ScoreKind(name="exact_words", title="exact, spaces aside"),
             ),
             suits=lambda data_format, questions: (
-                bool(questions) and not _asks_for_summary(data_format, questions)
+                bool(questions)
+                and not _asks_for_summary(data_format, questions)
+                and not _asks_for_calls(data_format, questions)
             ),
             make_score=_score_exact,
         ),
@@ -232,6 +276,17 @@ METRICS = {
             kinds=(ScoreKind(name="execution", title="execution accuracy"),),
             suits=_asks_for_sql,
             make_score=_score_execution,
+        ),
+        Metric(
+            word="tool-calls",
+            help="share of rows with tools whose calls have the right names and arguments",
+            kinds=(
+                ScoreKind(name="tool_calls", title="right tool calls"),
+                ScoreKind(name="tool_names", title="right tool names"),
+                ScoreKind(name="tool_json", title="calls that can be read"),
+            ),
+            suits=_asks_for_calls,
+            make_score=_score_calls,
         ),
     )  # the most particular
 }

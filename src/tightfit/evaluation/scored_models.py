@@ -16,10 +16,12 @@ from tightfit.core.progress import CountProgress
 from tightfit.core.sampling import Sampling
 from tightfit.core.settings import TrainOn
 from tightfit.core.strategy import DataSource
+from tightfit.data.call_syntax import CallSyntax
 from tightfit.data.formats import ASSISTANT, Message
 from tightfit.data.sources import open_source, read_source
 from tightfit.data.templates import Prompter
 from tightfit.data.token_store import EncodedRow, TokenStore
+from tightfit.data.tools import Tool, ToolCall
 from tightfit.engines.protocol import Engine, Failed, Request, answer_all
 from tightfit.evaluation.scores import BASE, MODEL, TUNED
 from tightfit.runtime.attention import needs_padding_mask
@@ -50,6 +52,11 @@ class Question:
     """Of the messages in the training template."""
     gold: str
     num_gold_tokens: int
+    tools: tuple[Tool, ...] = ()
+    """That the answer may call."""
+    gold_calls: tuple[ToolCall, ...] = ()
+    syntax: CallSyntax | None = None
+    """How the model writes calls; None where its template has none."""
 
     @property
     def prompt(self) -> str:
@@ -63,19 +70,23 @@ def read_questions(source: DataSource, prompter: Prompter) -> tuple[str, list[Qu
     formats: dict[str, None] = {}
     for row, row_format in read_source(open_source(source)):
         formats[row_format.name] = None
-        messages = row_format.to_messages(row)
+        messages, tools = row_format.to_conversation(row)
         asked = [at for at, message in enumerate(messages) if message.role == ASSISTANT]
         if row_format.name == "text" or not asked or not asked[-1]:
             continue
-        before, gold = messages[: asked[-1]], messages[asked[-1]].content
+        before, answer = messages[: asked[-1]], messages[asked[-1]]
+        gold = answer.text if answer.tool_calls else answer.content
         questions.append(
             Question(
                 place=row.place,
                 values=row.values,
                 messages=tuple(before),
-                num_prompt_tokens=len(prompter.ask(before, place=row.place)),
+                num_prompt_tokens=len(prompter.ask(before, tools, place=row.place)),
                 gold=gold,
                 num_gold_tokens=prompter.count_tokens(gold),
+                tools=tools,
+                gold_calls=answer.tool_calls,
+                syntax=prompter.call_syntax,
             )
         )
     return "+".join(formats), questions
@@ -153,7 +164,11 @@ def generate_answers(
     room = max(engine.info.max_context - max_new_tokens, 1)
     sampling = Sampling(max_new_tokens=max_new_tokens)
     requests = (
-        Request(prompt=engine.prompter.ask(item.messages)[-room:], sampling=sampling)
+        Request(
+            prompt=engine.prompter.ask(item.messages, item.tools)[-room:],
+            sampling=sampling,
+            kept_control=engine.prompter.call_control if item.tools else (),
+        )
         for item in questions
     )
     texts = [""] * len(questions)

@@ -122,6 +122,7 @@ def write_snapshot(folder: Path, shape: ChunkLayout, prompts: Sequence[Prompt]) 
                     "place": prompt.place,
                     "messages": prompt.messages,
                     "columns": prompt.columns,
+                    "tools": prompt.tools,
                 }
                 rows.write(to_json_line(facts) + b"\n")
         index.write(_OFFSET.pack(rows.tell()))
@@ -155,7 +156,8 @@ class PromptSnapshot:
                 Prompt(
                     index=row["index"],
                     place=row["place"],
-                    messages=tuple(Message(*turn) for turn in row["messages"]),
+                    messages=tuple(Message.restore(turn) for turn in row["messages"]),
+                    tools=tuple(row.get("tools", ())),
                     columns=row.get("columns", {}),
                 )
                 for row in rows

@@ -37,11 +37,11 @@ class AttentionNeeds:
     features: frozenset[AttentionFeature]
     is_encoder_decoder: bool = False
 
-    def can_pack(self, *, is_varlen: bool) -> bool:
-        """Whether packed documents stay apart; `is_varlen`: attention is given their bounds."""
-        if self.is_encoder_decoder or not self.family.takes_positions:
-            return False
-        return is_varlen or self.family.mask_reads_positions
+    @property
+    def can_pack(self) -> bool:
+        """Whether packed documents stay apart. A bias by distance needs no positions for that."""
+        family = self.family
+        return not self.is_encoder_decoder and (family.takes_positions or family.alibi == "always")
 
 
 def needs_of(spec: ModelSpec) -> AttentionNeeds:

@@ -209,8 +209,8 @@ class Family:
     too where the state of linear attention or Mamba runs on from one document to the next, and
     where chunks are counted from the start of the row."""
     mask_reads_positions: bool = True
-    """The causal mask is made with the positions. False: only attention that is given document
-    bounds keeps packed documents apart."""
+    """The family's code makes its mask with the positions. False: we hand them to it
+    (runtime/packed_masks.py)."""
 
     # Layers
     has_liger: bool = False

@@ -157,6 +157,12 @@ def _list_recomputing(case: Case, peak: Peak) -> Iterator[_Change]:
         yield words, fields, 0.9 * kept * (count - done) / left
 
 
+def _list_references(case: Case, peak: Peak) -> Iterator[_Change]:
+    if case.strategy.copies_reference:  # as large as what it copies
+        gone = _sum(peak, "weights") / 2
+        yield "reference before training", {"precompute_reference": True}, gone
+
+
 def _list_attention(case: Case, peak: Peak) -> Iterator[_Change]:
     if not case.strategy.attention.record.stores_scores:
         return
@@ -218,6 +224,7 @@ def _list_shardings(case: Case, peak: Peak) -> Iterator[_Change]:
 _KINDS: tuple[Callable[[Case, Peak], Iterator[_Change]], ...] = (
     _list_optimizers,
     _list_losses,
+    _list_references,
     _list_attention,
     _list_batches,
     _list_recomputing,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tightfit.core.attention import Attention
 from tightfit.core.dtypes import Dtype
+from tightfit.core.objectives import ExampleKind, Objective
 from tightfit.core.optimizers import Optimizer
 from tightfit.core.settings import Loss, Method, Offload
 from tightfit.core.strategy import Strategy
@@ -16,6 +17,26 @@ def name_method(strategy: Strategy) -> str:
     if strategy.method is not Method.LORA or not strategy.weights.is_quantized:
         return strategy.method.value
     return "qlora" if strategy.weights is Dtype.NF4 else f"lora-{strategy.weights.value}"
+
+
+def name_example(strategy: Strategy) -> str:
+    """What `micro_batch` counts: `sequence` or `pair`."""
+    is_pair = strategy.objective.record.example is ExampleKind.PAIR
+    return "pair" if is_pair else "sequence"
+
+
+def count_examples(strategy: Strategy, count: int) -> str:
+    """`16 sequences`, `1 pair`."""
+    return count_of(count, name_example(strategy))
+
+
+def describe_reference(strategy: Strategy) -> list[str]:
+    """Where the objective's reference comes from, in words; nothing where it needs none."""
+    if strategy.copies_reference:
+        return ["reference copy"]
+    if strategy.runs_reference:
+        return ["reference in each step"]
+    return ["reference before training"] if strategy.precompute_reference else []
 
 
 def describe_recomputing(strategy: Strategy) -> str:
@@ -32,8 +53,9 @@ def describe_strategy(strategy: Strategy, *, is_cpu: bool = False) -> str:
     one, many = ("1 process", "processes") if is_cpu else ("1 GPU", "GPUs")
     dtypes = s.weights.value if s.weights is s.compute else f"{s.weights.value}/{s.compute.value}"
     where = one if s.world_size == 1 else f"{s.num_nodes} x {s.gpus_per_node} {many}"
+    objective = "" if s.objective is Objective.SFT else f"{s.objective.value} "
     parts = [
-        f"{name_method(s)} {dtypes}",
+        f"{objective}{name_method(s)} {dtypes}",
         f"{s.sharding.value} on {where}",
         f"micro-batch {s.micro_batch} x {s.grad_accum}",
     ]
@@ -44,6 +66,7 @@ def describe_strategy(strategy: Strategy, *, is_cpu: bool = False) -> str:
         parts.append(s.optimizer.value)
     parts.append(f"{s.attention.value} attention")
     parts.append(f"{s.loss.value} loss")
+    parts += describe_reference(s)
     if s.dora:
         parts.append("DoRA")
     if s.router_loss_weight:
@@ -68,12 +91,15 @@ def name_kernel_levers(strategy: Strategy) -> list[str]:
 
 
 def describe_method(strategy: Strategy) -> str:
-    """`full`, `LoRA r16`, `QLoRA r16`, `load`."""
+    """`full`, `LoRA r16`, `QLoRA r16`, `load`; `DPO LoRA r16` for another objective than SFT."""
+    objective = ""
+    if strategy.objective is not Objective.SFT:
+        objective = f"{strategy.objective.value.upper()} "
     if strategy.method is not Method.LORA:
-        return str(strategy.method.value)
+        return f"{objective}{strategy.method.value}"
     name = "DoRA" if strategy.dora else "LoRA"
     name = f"Q{name}" if strategy.weights is Dtype.NF4 else name
-    return f"{name} r{strategy.lora_rank}"
+    return f"{objective}{name} r{strategy.lora_rank}"
 
 
 def describe_precision(strategy: Strategy) -> str:
@@ -100,7 +126,10 @@ def describe_settings(strategy: Strategy) -> str:
     words = [f"{describe_method(strategy)}, {describe_precision(strategy)}"]
     if strategy.is_trained:
         words.append(strategy.optimizer.value)
-    words.append(f"{strategy.micro_batch:,} x {strategy.seq_len:,} tokens")
+    examples = f"{strategy.micro_batch:,}"
+    if name_example(strategy) == "pair":
+        examples = count_examples(strategy, strategy.micro_batch)
+    words.append(f"{examples} x {strategy.seq_len:,} tokens")
     if strategy.grad_accum > 1:
         words.append(f"{strategy.grad_accum:,} micro-batches per step")
     if strategy.is_trained:
@@ -109,7 +138,7 @@ def describe_settings(strategy: Strategy) -> str:
         words.append(f"{strategy.attention.value} attention")
     if strategy.is_trained and strategy.loss is not Loss.PLAIN:
         words.append(f"{strategy.loss.value} loss")
-    words += name_kernel_levers(strategy)
+    words += [*describe_reference(strategy), *name_kernel_levers(strategy)]
     if strategy.packing:
         words.append("packed")
     return ", ".join(words)
@@ -129,7 +158,7 @@ def describe_levers(strategy: Strategy) -> str:
     """The remaining switches of a plan's row, for a table cell."""
     words = [f"micro-batch {describe_batch(strategy)}"]
     words.append(describe_recomputing(strategy))
-    words += name_kernel_levers(strategy)
+    words += [*describe_reference(strategy), *name_kernel_levers(strategy)]
     if strategy.loss is not Loss.PLAIN:
         words.append(f"{strategy.loss.value} loss")
     if strategy.attention is not Attention.SDPA:

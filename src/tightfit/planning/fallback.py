@@ -38,11 +38,11 @@ _ZERO_LADDER = (Offload.OPTIMIZER, Offload.ALL)
 def list_fallbacks(plan: Plan) -> list[Plan]:
     """Plans for the same training that need less and less memory; what costs least time first.
 
-    Small chunks of the fused loss, then a base that stays quantized, then smaller micro-batches
-    with more accumulation, then recomputing, first of half the layers, then a loss that holds less
-    of the logits, then sharding and offload by the same engine, whose checkpoints the run goes on
-    from. Each keeps the step before it, is legal, and is predicted to need less; the sequences of
-    a step, the method and the number formats stay.
+    Small chunks of the fused loss, then a reference computed before training, then a base that
+    stays quantized, then smaller micro-batches with more accumulation, then recomputing, first of
+    half the layers, then a loss that holds less of the logits, then sharding and offload by the
+    same engine, whose checkpoints the run goes on from. Each keeps the step before it, is legal,
+    and is predicted to need less; the sequences of a step, the method and the number formats stay.
     """
     found: list[Plan] = []
     hardware = plan.hardware
@@ -82,6 +82,11 @@ def list_fallbacks(plan: Plan) -> list[Plan]:
 def _list_slices(_plan: Plan, strategy: Strategy) -> Iterator[dict[str, Any]]:
     if strategy.loss_chunk_factor > 1:
         yield {"loss_chunk_factor": 1}
+
+
+def _list_references(_plan: Plan, strategy: Strategy) -> Iterator[dict[str, Any]]:
+    if strategy.runs_reference:
+        yield {"precompute_reference": True}
 
 
 def _list_packed(_plan: Plan, strategy: Strategy) -> Iterator[dict[str, Any]]:
@@ -124,6 +129,7 @@ def _list_shardings(plan: Plan, strategy: Strategy) -> Iterator[dict[str, Any]]:
 
 _KINDS = (
     _list_slices,
+    _list_references,
     _list_packed,
     _list_smaller_batches,
     _list_recomputing,
@@ -132,11 +138,18 @@ _KINDS = (
 )
 
 
+_WORDS = {
+    "loss_chunk_factor": "small loss chunks",
+    "precompute_reference": "reference before training",
+    "dequantized_base": "quantized base",
+}
+"""Of changes that are always the same."""
+
+
 def _describe(strategy: Strategy, fields: dict[str, Any]) -> str:
-    if "loss_chunk_factor" in fields:
-        return "small loss chunks"
-    if "dequantized_base" in fields:
-        return "quantized base"
+    for name, words in _WORDS.items():
+        if name in fields:
+            return words
     if "micro_batch" in fields:
         return f"micro-batch {strategy.micro_batch} x {strategy.grad_accum}"
     if "checkpointing" in fields:

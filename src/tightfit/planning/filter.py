@@ -401,10 +401,14 @@ class StrategyFilter:
     def _time(self, layout: Layout, strategy: Strategy) -> None:
         summary = self.summarize(layout, strategy)
         if summary.verdict is not Verdict.DOES_NOT_FIT:
-            wanted = self.request.effective_batch
-            self.candidates.append(
-                Candidate(layout=layout, strategy=strategy, summary=summary, wanted_batch=wanted)
+            candidate = Candidate(
+                layout=layout,
+                strategy=strategy,
+                summary=summary,
+                wanted_batch=self.request.effective_batch,
+                num_steps=self.request.count_steps(summary.time),
             )
+            self.candidates.append(candidate)
             return
         # The step fits but something else does not: loading, or host memory.
         host = summary.host

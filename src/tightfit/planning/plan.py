@@ -11,7 +11,6 @@ from pydantic import NonNegativeFloat, PositiveInt
 from tightfit.core.dtypes import Dtype
 from tightfit.core.frozen import Frozen
 from tightfit.core.profiles import DataProfile
-from tightfit.core.settings import Loss
 from tightfit.core.strategy import Strategy, Training
 from tightfit.estimation.result import Estimate, Phase
 from tightfit.hardware.types import Gpu, Node, Price
@@ -110,10 +109,10 @@ def estimate_cost(
     if price is None:
         return None
     usd_per_hour = price.usd_per_gpu_hour * num_gpus
-    epoch = estimate.time.seconds_per_epoch
+    seconds = estimate.time.run_seconds(num_epochs)
     return Cost(
         usd_per_hour=usd_per_hour,
-        usd_per_run=None if epoch is None else usd_per_hour * epoch * num_epochs / 3600,
+        usd_per_run=None if seconds is None else usd_per_hour * seconds / 3600,
         source=f"{price.cloud}, {price.date}, median on demand: {price.source}",
     )
 
@@ -122,6 +121,7 @@ def estimate_cost(
 
 STAGES = {
     "load": "load",
+    "reference": "forward",
     "forward": "forward",
     "loss": "forward",
     "backward": "backward",
@@ -182,7 +182,7 @@ REQUIRED_PACKAGES = (
     RequiredPackage(
         package="liger-kernel",
         extra="kernels",
-        is_wanted=lambda s: s.fused_kernels or s.loss is Loss.FUSED,
+        is_wanted=lambda s: s.fused_kernels or s.uses_liger_loss,
     ),
     RequiredPackage(package="deepspeed", extra="zero", is_wanted=lambda s: s.sharding.is_zero),
 )

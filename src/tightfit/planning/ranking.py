@@ -15,7 +15,7 @@ from tightfit.core.optimizers import Optimizer
 from tightfit.core.settings import Loss, Method, Offload, Sharding
 from tightfit.core.strategy import Strategy
 from tightfit.estimation.result import TRACED, Estimate, EstimateSummary, Verdict
-from tightfit.planning.describe import describe_method, name_method
+from tightfit.planning.describe import count_examples, describe_method, name_method
 from tightfit.planning.space import Layout
 
 if TYPE_CHECKING:
@@ -83,9 +83,20 @@ LEVERS: tuple[Lever, ...] = (
         {"loss_chunk_factor": 1},
         is_plain=False,
     ),
-    # Compiling takes 5 to 40 s before the first step, and a trace cannot follow it.
+    # A trace cannot follow it. What compiling takes before the first step counts by itself.
     Lever(
         "compiled layers", lambda s: s.compile, {"compile": False}, is_plain=False, handicap=1.05
+    ),
+    Lever(
+        "reference before training",
+        lambda s: s.precompute_reference,
+        {"precompute_reference": False},
+        is_plain=False,
+    ),
+    Lever(
+        "reference in each step",
+        lambda s: s.runs_reference,
+        {"precompute_reference": True},
     ),
     Lever("packing", lambda s: s.packing, {"packing": False}, is_plain=False),
     Lever(
@@ -145,6 +156,8 @@ class Candidate(NamedTuple):
     strategy: Strategy
     summary: EstimateSummary
     wanted_batch: int = 1
+    num_steps: float | None = None
+    """Optimizer steps of the run; None where its length is not known."""
 
     @property
     def fits(self) -> bool:
@@ -176,12 +189,28 @@ def find_overshoot(strategy: Strategy, wanted_batch: int) -> float:
     return max(1.0, s.micro_batch * s.grad_accum * s.world_size / wanted_batch)
 
 
-def measure_seconds(estimate: Estimate | EstimateSummary) -> float:
-    """Seconds per epoch where the data is known, else per million real tokens."""
-    if estimate.time.seconds_per_epoch is not None:
-        return estimate.time.seconds_per_epoch
-    speed = estimate.time.tokens_per_second
-    return 1e6 / speed if speed > 0 else float("inf")
+def measure_seconds(
+    estimate: Estimate | EstimateSummary, *, num_steps: float | None = None
+) -> float:
+    """Seconds per epoch where the data is known, else per million real tokens.
+
+    With their share of what is done before the first of `num_steps`: compiling, and the reference
+    of every row. Of data that is not known one epoch is taken.
+    """
+    time = estimate.time
+    if time.seconds_per_epoch is None:
+        seconds = 1e6 / time.tokens_per_second if time.tokens_per_second > 0 else float("inf")
+    else:
+        seconds = time.seconds_per_epoch
+    if not time.seconds_per_step:
+        return seconds
+    before = 0.0
+    num_epochs = 1.0
+    if num_steps:
+        before = time.compile_seconds / num_steps
+        num_epochs = num_steps / (time.steps_per_epoch or num_steps)
+    before += time.reference_seconds_per_step / num_epochs
+    return seconds * (1 + before / time.seconds_per_step)
 
 
 def handicap_of(strategy: Strategy) -> float:
@@ -210,18 +239,28 @@ def count_levers(strategy: Strategy) -> int:
 def rank(candidate: Candidate) -> tuple[float, ...]:
     """Smaller is better."""
     overshoot = find_overshoot(candidate.strategy, candidate.wanted_batch)
-    return rank_estimate(candidate.strategy, candidate.summary, overshoot=overshoot)
+    return rank_estimate(
+        candidate.strategy,
+        candidate.summary,
+        overshoot=overshoot,
+        num_steps=candidate.num_steps,
+    )
 
 
 def rank_estimate(
-    strategy: Strategy, estimate: Estimate | EstimateSummary, *, overshoot: float
+    strategy: Strategy,
+    estimate: Estimate | EstimateSummary,
+    *,
+    overshoot: float,
+    num_steps: float | None = None,
 ) -> tuple[float, ...]:
     """Smaller is better. `fits` before `tight`, then handicapped time, headroom, simplicity.
 
     Sequences beyond the wanted batch count as no progress: more GPUs than sequences
     would train another job than the one asked for.
     """
-    seconds = measure_seconds(estimate) * handicap_total(strategy) * overshoot
+    seconds = measure_seconds(estimate, num_steps=num_steps)
+    seconds *= handicap_total(strategy) * overshoot
     return (
         _VERDICT_ORDER.get(estimate.verdict, 2),
         # Three digits: a closer race is decided by headroom and simplicity.
@@ -260,8 +299,9 @@ def explain_order(plans: Sequence[Plan]) -> str | None:
 
 def _compare(plan: Plan, other: Plan) -> float:
     """How many times as fast as the other."""
-    seconds = measure_seconds(plan.estimate)
-    return measure_seconds(other.estimate) / seconds if seconds > 0 else 0.0
+    seconds = measure_seconds(plan.estimate, num_steps=plan.num_steps)
+    others = measure_seconds(other.estimate, num_steps=other.num_steps)
+    return others / seconds if seconds > 0 else 0.0
 
 
 def _reason(plan: Plan, best: Plan) -> str:
@@ -269,7 +309,8 @@ def _reason(plan: Plan, best: Plan) -> str:
     if is_tighter and plan.estimate.verdict is Verdict.TIGHT:
         return "it is tight: what fits with room comes first"
     if plan.effective_batch > best.effective_batch:
-        return f"it takes {plan.effective_batch:,} sequences a step, more than were asked for"
+        taken = count_examples(plan.strategy, plan.effective_batch)
+        return f"it takes {taken} a step, more than were asked for"
     if handicap_total(plan.strategy) <= handicap_total(best.strategy):
         return "it leaves less room or needs more levers"
     return next(_prices(plan.strategy, best.strategy), "it asks for more than its speed is worth")

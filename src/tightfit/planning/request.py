@@ -15,7 +15,7 @@ from tightfit.core.strategy import Strategy, Training
 from tightfit.core.text import did_you_mean
 from tightfit.core.trainers import TrainerVersion
 from tightfit.estimation.host_and_disk import DEFAULT_CHECKPOINTS
-from tightfit.estimation.result import Estimate
+from tightfit.estimation.result import Estimate, StepTime
 from tightfit.models.spec import ModelSpec
 from tightfit.planning.rules import check_lora_targets
 
@@ -83,6 +83,12 @@ class JobRequest:
         if self.max_steps is None or not steps:
             return self.num_epochs
         return self.max_steps / steps
+
+    def count_steps(self, time: StepTime) -> float | None:
+        """Optimizer steps of the run; None where neither they nor the data are known."""
+        if self.max_steps is not None:
+            return self.max_steps
+        return self.num_epochs * time.steps_per_epoch if time.steps_per_epoch else None
 
     @property
     def planned_seq_len(self) -> int:

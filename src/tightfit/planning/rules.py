@@ -9,18 +9,19 @@ from typing import Any, NamedTuple
 from tightfit.core.attention import Attention
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import UsageError
+from tightfit.core.objectives import Objective
 from tightfit.core.settings import ALL_LINEAR, EXPERTS, Loss, Method, Offload, Sharding
 from tightfit.core.strategy import Strategy
 from tightfit.core.text import did_you_mean
 from tightfit.core.trainers import find_trainer
 from tightfit.estimation.activations import can_fuse_head_and_loss
+from tightfit.estimation.flops import count_passes_aside
 from tightfit.estimation.weights import is_dora, is_lora_target, packs_experts
 from tightfit.hardware.types import Gpu, Node
 from tightfit.models.attention import (
     AttentionNeeds,
     find_attention_problem,
     find_sdpa_problem,
-    find_varlen_problem,
     needs_flash_attn,
     needs_of,
 )
@@ -84,18 +85,6 @@ class Case(NamedTuple):
         """What the strategy asks of another trainer that it does not have."""
         trainer = find_trainer(self.strategy.trainer)
         return trainer.find_lacking(self.strategy, self.spec.model_type)
-
-    @property
-    def has_varlen(self) -> bool:
-        """Whether packed documents are computed one by one, without a mask: as the runtime
-        chooses it for sdpa and flash."""
-        return (
-            self.strategy.attention.record.varlen != "never"
-            and self.strategy.compute in _FLASH.computes
-            and not self.is_cpu
-            and not self.is_below(*_FLASH.min_capability)
-            and find_varlen_problem(self.needs) is None
-        )
 
     @property
     def capability(self) -> str:
@@ -242,7 +231,7 @@ def uses_bf16(s: Strategy) -> bool:
 def needs_triton(s: Strategy) -> bool:
     """Whether kernels are written or compiled for the card."""
     has_kernels = s.fused_kernels or s.optimizer.record.needs_triton
-    return has_kernels or s.loss is Loss.FUSED or s.compile
+    return has_kernels or s.uses_liger_loss or s.compile
 
 
 def _adapts_bare_weights(case: Case) -> bool:
@@ -557,31 +546,23 @@ JOB_RULES = _group(
         "tightfit's packer",
     ),
     Rule(
-        "packing-family",
-        lambda c, s: (
-            s.packing
-            and not c.spec.is_encoder_decoder
-            and not c.needs.can_pack(is_varlen=c.family.accepts_custom_attention)
-        ),
-        "{m.model_type} models cannot keep packed documents apart: set packing=false",
-        "transformers 5.22: bloom and mpt take no positions, falcon's mask ignores them",
+        "packing-kto",
+        lambda c, s: s.packing and s.objective.record.needs_kl,
+        "the mismatched rows of {s.objective.value} cannot be packed: set packing=false",
+        "tightfit/training/loop.py",
     ),
     Rule(
-        "packing-opt",
-        lambda c, s: (
-            s.packing
-            and c.family.accepts_custom_attention
-            and c.needs.can_pack(is_varlen=True)
-            and not c.needs.can_pack(is_varlen=c.has_varlen)
-        ),
-        "{m.model_type} keeps packed documents apart by flash attention alone, which needs "
-        "16-bit arithmetic and compute capability 8.0: set packing=false",
-        "transformers 5.22: modeling_opt.py makes its mask without positions",
+        "packing-family",
+        lambda c, s: s.packing and not c.spec.is_encoder_decoder and not c.needs.can_pack,
+        "{m.model_type} models cannot keep packed documents apart: set packing=false",
+        "transformers 5.22: linear attention and Mamba run on from one document to the next",
     ),
     Rule(
         "packing-mask",
         lambda c, s: (
-            s.packing and (s.attention.record.varlen == "never" or c.is_below(8) or c.is_cpu)
+            s.packing
+            and s.attention is not Attention.FLEX
+            and (s.attention.record.varlen == "never" or c.is_below(8) or c.is_cpu)
         ),
         "packing without flash attention builds a block mask of {s.seq_len} x {s.seq_len}",
         "torch.nn.attention.varlen needs compute capability 8.0",
@@ -815,6 +796,53 @@ ROUTER_LOSS_RULES = _group(
     source="tightfit/training/routing.py",
 )
 
+OBJECTIVE_RULES = _group(
+    Rule(
+        "objective-method",
+        lambda c, s: s.method is Method.LOAD,
+        "`{s.method.value}` trains nothing: leave --objective {s.objective.value} out",
+    ),
+    Rule(
+        "objective-family",
+        lambda c, s: c.spec.is_encoder_decoder,
+        "{s.objective.value} compares answers of one stream; {m.name} has an encoder and a decoder",
+    ),
+    Rule(
+        "objective-loss",
+        lambda c, s: s.loss is Loss.KERNEL,
+        "the {s.loss.value} loss gives cross-entropy alone, and {s.objective.value} needs each "
+        "answer's log-probability: use the plain, chunked or fused loss",
+    ),
+    Rule(
+        "reference-copy-sharded",
+        lambda c, s: s.copies_reference and s.sharding.shards_optimizer,
+        "{s.sharding.value} keeps no frozen copy of the weights, which full tuning needs for the "
+        "reference: set precompute_reference=true",
+        "tightfit/training/engine.py",
+    ),
+    Rule(
+        "objective-zero3",
+        lambda c, s: s.sharding is Sharding.ZERO3 and any(count_passes_aside(s)),
+        "zero3 gathers weights in the order of one forward and one backward pass; the passes "
+        "without gradients that {s.objective.value} puts before them have not been tried: use "
+        "fsdp or zero2, or for dpo and ipo precompute_reference=true",
+        "deepspeed 0.19, runtime/zero/partitioned_param_coordinator.py",
+    ),
+    applies=lambda c, s: s.objective is not Objective.SFT,
+    source="tightfit/training/preference.py",
+)
+
+REFERENCE_RULES = _group(
+    Rule(
+        "reference-objective",
+        lambda c, s: not s.objective.record.needs_reference,
+        "{s.objective.value} has no reference to compute before training: "
+        "set precompute_reference=false",
+        "tightfit/core/objectives.py",
+    ),
+    applies=lambda c, s: s.precompute_reference,
+)
+
 FP8_RULES = _group(
     Rule(
         "fp8-capability",
@@ -895,7 +923,7 @@ CPU_RULES = _group(
     ),
     Rule(
         "cpu-loss",
-        lambda c, s: s.loss in (Loss.FUSED, Loss.KERNEL) and not s.fused_kernels,
+        lambda c, s: s.uses_liger_loss and not s.fused_kernels,
         "the {s.loss.value} loss is written in Triton, which runs on GPUs: use the plain or "
         "chunked loss on a CPU",
         "https://github.com/linkedin/Liger-Kernel (needs triton and a GPU)",
@@ -1012,6 +1040,8 @@ GROUPS = (
     DEQUANTIZED_RULES,
     PACKED_EXPERTS_RULES,
     ROUTER_LOSS_RULES,
+    OBJECTIVE_RULES,
+    REFERENCE_RULES,
     FP8_RULES,
     CPU_RULES,
 )

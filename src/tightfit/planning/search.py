@@ -15,7 +15,7 @@ from tightfit.estimation.activations import can_fuse_head_and_loss
 from tightfit.estimation.result import Estimate, Verdict
 from tightfit.hardware.rates import measured_update_seconds
 from tightfit.hardware.types import Cluster, NodeGroup
-from tightfit.planning.describe import name_method
+from tightfit.planning.describe import count_examples, name_example, name_method
 from tightfit.planning.filter import (
     KnownOutcome,
     Shortfall,
@@ -63,15 +63,9 @@ class GroupBest(NamedTuple):
         return plan is not None and bool(warn_of_limit(self.group, plan.estimate, plan.num_epochs))
 
 
-def find_run_seconds(estimate: Estimate, num_epochs: float) -> float | None:
-    """None where the run's length is not known (no dataset given)."""
-    epoch = estimate.time.seconds_per_epoch
-    return None if epoch is None else epoch * num_epochs
-
-
 def warn_of_limit(group: NodeGroup, estimate: Estimate, num_epochs: float) -> tuple[str, ...]:
     """A run that its partition would cut off."""
-    seconds, limit = find_run_seconds(estimate, num_epochs), group.max_seconds
+    seconds, limit = estimate.time.run_seconds(num_epochs), group.max_seconds
     if seconds is None or not limit or seconds <= limit:
         return ()
     takes, allowed = render_seconds(seconds), render_seconds(limit)
@@ -220,7 +214,7 @@ def _drop_needless_quantization(found: StrategyFilter, ordered: list[Candidate])
             candidate.strategy.weights.is_quantized
             and rival is not None
             and rival.summary.gpu.peak_reserved_bytes <= candidate.summary.gpu.peak_reserved_bytes
-            and measure_seconds(rival.summary) <= measure_seconds(candidate.summary)
+            and not _is_faster(candidate, rival)
         )
         if is_beaten:
             reason = f"{method} saves no memory and no time here over the same plan with lora"
@@ -314,7 +308,11 @@ def use_adamw_kernel(found: StrategyFilter, candidate: Candidate) -> Candidate:
 
 
 def _is_faster(one: Candidate, other: Candidate) -> bool:
-    return measure_seconds(one.summary) < measure_seconds(other.summary)
+    seconds, others = (
+        measure_seconds(candidate.summary, num_steps=candidate.num_steps)
+        for candidate in (one, other)
+    )
+    return seconds < others
 
 
 def _make_plan(
@@ -331,7 +329,11 @@ def _make_plan(
     effects = list(measure_levers(found, candidate)) if is_explained else []
     why = [effect.sentence for effect in effects]
     if is_explained:
-        why += [*_explain_batch(request, candidate), *_explain_nodes(candidate)]
+        why += [
+            *_explain_reference(estimate),
+            *_explain_batch(request, candidate),
+            *_explain_nodes(candidate),
+        ]
     return Plan(
         tightfit_version=__version__,
         model=request.spec,
@@ -412,7 +414,11 @@ def measure_levers(found: StrategyFilter, candidate: Candidate) -> Iterator[Leve
         if found.find_violation(layout, turned_back) is not None:
             continue
         with_it, without = candidate.summary, found.summarize(layout, turned_back)
-        speedup = measure_seconds(without) / max(measure_seconds(with_it), 1e-12)
+        seconds, others = (
+            measure_seconds(one, num_steps=found.request.count_steps(one.time))
+            for one in (with_it, without)
+        )
+        speedup = others / max(seconds, 1e-12)
         yield LeverEffect(
             name=lever.name,
             fields=lever.fields,
@@ -435,15 +441,31 @@ def warn_of_slow_settings(fixed: Collection[str], effects: Sequence[LeverEffect]
             )
 
 
+def _explain_reference(estimate: Estimate) -> Iterator[str]:
+    """What the tokens per second of a plan leave out."""
+    time = estimate.time
+    each = time.reference_seconds_per_step
+    if each and time.steps_per_epoch:
+        before = render_seconds(each * time.steps_per_epoch)
+        yield f"the reference takes {before} before the first step, which the tokens/s leave out"
+    elif each:
+        share = each / time.seconds_per_step
+        yield (
+            f"the reference takes {share:.2f} times an epoch's steps before the first one, which "
+            "the tokens/s leave out"
+        )
+
+
 def _explain_batch(request: JobRequest, candidate: Candidate) -> Iterator[str]:
     s, wanted = candidate.strategy, request.effective_batch
     got = s.micro_batch * s.grad_accum * s.world_size
     if got > wanted:
-        yield f"{s.world_size} GPUs take a sequence each at least: {got} per step, not {wanted}"
+        one = name_example(s)
+        yield f"{s.world_size} GPUs take a {one} each at least: {got} per step, not {wanted}"
     elif got < wanted:
         gpus = "1 GPU" if s.world_size == 1 else f"{s.world_size} GPUs"
         made_of = f"{gpus} x micro-batch {s.micro_batch} x {s.grad_accum}"
-        yield f"{got} sequences per step, not {wanted}: {made_of}"
+        yield f"{count_examples(s, got)} per step, not {wanted}: {made_of}"
 
 
 def _explain_nodes(candidate: Candidate) -> Iterator[str]:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from tightfit.core.attention import Attention
 from tightfit.core.dtypes import Dtype
+from tightfit.core.objectives import Objective
 from tightfit.core.optimizers import Optimizer
 from tightfit.core.settings import Loss, Method, Offload, Sharding
 from tightfit.core.strategy import Strategy
@@ -123,6 +124,7 @@ def enumerate_strategies(
         _list_kernels(request, node, is_coarse=is_coarse),
         _list_attention(request, node, is_coarse=is_coarse),
         [{"checkpointing": False}, {"checkpointing": True}],
+        _list_references(request, is_coarse=is_coarse),
     )
     plainest = Strategy()
     seen: set[Strategy] = set()
@@ -335,6 +337,15 @@ def _list_attention(request: JobRequest, node: Node, *, is_coarse: bool) -> list
     return [
         {**fields, "repeat_keys": repeated and fields["attention"] is best} for fields in wanted
     ]
+
+
+def _list_references(request: JobRequest, *, is_coarse: bool) -> list[_Fields]:
+    """The reference in each step, or once before training, where the objective needs one."""
+    objective = request.fixed.get("objective")
+    if not (isinstance(objective, Objective) and objective.record.needs_reference):
+        return [{}]
+    once = {"precompute_reference": True}
+    return [once] if is_coarse else [{"precompute_reference": False}, once]
 
 
 def _list_optimizers(fields: _Fields, *, is_coarse: bool) -> tuple[Optimizer, ...]:

@@ -63,6 +63,7 @@ def with_traced_time(
             "components": components,
             "seconds_per_epoch": None if epoch is None else epoch * slower,
             "tier": TRACED,
+            "reference_seconds_per_step": closed.reference_seconds_per_step * slower,
         }
     )
 
@@ -76,7 +77,7 @@ def find_document_len(profile: DataProfile | None, strategy: Strategy) -> int | 
     """Tokens of each document in a packed row that is traced; None: a row is one document."""
     if profile is None or not profile.num_rows or not strategy.packing:
         return None
-    return max(1, profile.num_tokens // profile.num_rows)
+    return max(1, int(profile.mean_tokens))
 
 
 def time_plan(plan: Plan, operations: OperationLog) -> StepTime:
@@ -271,7 +272,7 @@ def _sort(settled: Sequence[_Settled], wanted_batch: int | None) -> list[_Settle
         if not is_timed:
             estimate = estimate.model_copy(update={"time": one.closed})
         overshoot = find_overshoot(plan.strategy, wanted_batch or plan.effective_batch)
-        return rank_estimate(plan.strategy, estimate, overshoot=overshoot)
+        return rank_estimate(plan.strategy, estimate, overshoot=overshoot, num_steps=plan.num_steps)
 
     return sorted(settled, key=rank)
 

@@ -15,6 +15,7 @@ import yaml
 
 from tightfit.core.attention import Attention
 from tightfit.core.dtypes import Dtype
+from tightfit.core.objectives import Objective
 from tightfit.core.settings import ALL_LINEAR, Loss, Method, Offload, Sharding
 from tightfit.core.strategy import DEFAULT_ALPHA_PER_RANK, Strategy, default_learning_rate
 from tightfit.core.trainers import find_trainer
@@ -41,8 +42,9 @@ def write_configs(plan: Plan, stem: str) -> dict[str, str]:
 
 
 def write_trl(plan: Plan, stem: str) -> dict[str, str]:
-    """For `trl sft --config`; sharding is in the file for `--accelerate_config`."""
+    """For `trl sft --config`, or `trl dpo`; sharding is in the file for `--accelerate_config`."""
     s = plan.strategy
+    is_sft = s.objective is Objective.SFT
     keys: _Keys = {
         "model_name_or_path": _name_model(plan),
         "dtype": _TORCH_NAMES[s.compute if s.weights.is_quantized else s.weights],
@@ -50,7 +52,7 @@ def write_trl(plan: Plan, stem: str) -> dict[str, str]:
         "attn_implementation": s.attention.record.implementation,
         **_batch(plan),
         "max_length": s.seq_len,
-        "packing": s.packing,
+        **({"packing": s.packing} if is_sft else _describe_preference(plan)),
         "gradient_checkpointing": s.checkpointing,
         "optim": s.optimizer.record.transformers_name,
     }
@@ -75,13 +77,23 @@ def write_trl(plan: Plan, stem: str) -> dict[str, str]:
             keys["bnb_4bit_quant_storage"] = _TORCH_NAMES[s.compute]
     keys |= {"load_in_8bit": True} if s.weights is Dtype.INT8 else {}
     main, accelerate = f"{stem}.trl.yaml", f"{stem}.accelerate.yaml"
-    command = f"trl sft --config {main}"
+    script = "dpo" if s.objective is Objective.IPO else s.objective.value
+    command = f"trl {script} --config {main}"
     files = {}
     if s.sharding is not Sharding.SINGLE:
         command += f" --accelerate_config {accelerate}"
         files[accelerate] = _render(_describe_accelerate(s, has_inline_zero=True), plan)
     head = (command, "Say which data, here or behind the command: dataset_name: NAME")
     return {main: _render(keys, plan, *head), **files}
+
+
+def _describe_preference(plan: Plan) -> _Keys:
+    """As trl's DPOConfig and KTOConfig have it."""
+    s = plan.strategy
+    keys: _Keys = {"beta": s.objective.record.beta}
+    if s.objective is not Objective.KTO:
+        keys["loss_type"] = ["ipo" if s.objective is Objective.IPO else "sigmoid"]
+    return {**keys, "precompute_ref_log_probs": s.precompute_reference}
 
 
 def write_axolotl(plan: Plan, stem: str) -> dict[str, str]:
@@ -231,7 +243,9 @@ def _batch(plan: Plan) -> _Keys:
         "per_device_train_batch_size": plan.strategy.micro_batch,
         "gradient_accumulation_steps": plan.strategy.grad_accum,
         "num_train_epochs": plan.num_epochs,
-        "learning_rate": default_learning_rate(plan.strategy.method, plan.strategy.optimizer),
+        "learning_rate": default_learning_rate(
+            plan.strategy.method, plan.strategy.optimizer, plan.strategy.objective
+        ),
     }
 
 

@@ -30,6 +30,25 @@ MaybeNan = Annotated[float, BeforeValidator(_null_is_nan)]
 """JSON has no NaN: one that is not finite is written as null, and read back as NaN."""
 
 
+class PreferenceRecord(Frozen):
+    """Of a step or evaluation with preferences. A reward is beta times the log-ratio of an answer
+    to the reference's or, without a reference, beta times its log-probability per token."""
+
+    reward_chosen: float | None = None
+    """Mean over chosen, or good, answers; None where there was none; so the next."""
+    reward_rejected: float | None = None
+    reward_margin: float | None = None
+    """The difference of the two."""
+    reward_accuracy: float | None = None
+    """Share of pairs whose chosen answer has the higher reward; None for labelled answers."""
+    kl: float | None = None
+    """KTO's estimate of the divergence from the reference, in nats."""
+    chosen_nll: float | None = None
+    """Cross-entropy per token of the chosen answers: ORPO's other loss."""
+    preference_loss: float | None = None
+    """The loss without ORPO's cross-entropy."""
+
+
 class StepRecord(Frozen):
     """One optimizer step over all ranks."""
 
@@ -39,7 +58,7 @@ class StepRecord(Frozen):
     epoch: float
     """Passes over the data, this step included."""
     loss: MaybeNan
-    """Mean over the step's trained tokens of all ranks."""
+    """Mean over the step's trained tokens of all ranks; with preferences over its pairs."""
     learning_rate: float
     grad_norm: float | None
     """Before clipping; None where the optimizer step was skipped (fp16 overflow)."""
@@ -66,6 +85,8 @@ class StepRecord(Frozen):
     experts, or where they are not counted; so the next."""
     idle_experts_fraction: float | None = None
     """Share of all layers' experts to which no token of the step was sent."""
+    preference: PreferenceRecord | None = None
+    """None where no preferences are learnt."""
 
 
 class EvalRecord(Frozen):
@@ -75,9 +96,11 @@ class EvalRecord(Frozen):
     step: Count
     """Optimizer steps done before it."""
     loss: MaybeNan
-    perplexity: MaybeNan
+    perplexity: MaybeNan | None
+    """None where the loss is of preferences."""
     num_trained_tokens: Count
     seconds: float
+    preference: PreferenceRecord | None = None
 
 
 class EventRecord(Frozen):

@@ -32,6 +32,7 @@ from tightfit.runs.metrics import (
     PLAN_CHANGE,
     EvalRecord,
     EventRecord,
+    PreferenceRecord,
     Record,
     Speed,
     StepRecord,
@@ -209,6 +210,7 @@ class EvalPoint(FiniteFrozen):
     step: int
     loss: float | None
     perplexity: float | None
+    preference: PreferenceRecord | None = None
 
 
 class Event(FiniteFrozen):
@@ -259,6 +261,8 @@ class RunReport(FiniteFrozen):
     """Mean of the last few steps, as `last_loss`; so the next two."""
     last_expert_load_max: float | None = None
     last_idle_experts_fraction: float | None = None
+    last_preference: PreferenceRecord | None = None
+    """The same of every reward; None where no preferences are learnt."""
     eval_before: EvalPoint | None
     eval_after: EvalPoint | None
     peak_gpu_allocated_bytes: int | None
@@ -306,7 +310,12 @@ def report_run(past: PastRun) -> RunReport:
     epochs = keep_finite(steps[-1].epoch) if steps else None
     seconds = sum(r.seconds for r in steps if isfinite(r.seconds) and r.seconds > 0)
     evals = [
-        EvalPoint(step=r.step, loss=keep_finite(r.loss), perplexity=keep_finite(r.perplexity))
+        EvalPoint(
+            step=r.step,
+            loss=keep_finite(r.loss),
+            perplexity=keep_finite(r.perplexity),
+            preference=r.preference,
+        )
         for r in past.evals
     ]
     events = [Event(step=record.step, text=record.text) for record in past.events]
@@ -341,6 +350,7 @@ def report_run(past: PastRun) -> RunReport:
         last_router_loss=measure_last(record.router_loss for record in steps),
         last_expert_load_max=measure_last(record.expert_load_max for record in steps),
         last_idle_experts_fraction=measure_last(record.idle_experts_fraction for record in steps),
+        last_preference=_measure_rewards(steps),
         # The one before the first step, and the last one.
         eval_before=evals[0] if evals and evals[0].step == 0 else None,
         eval_after=evals[-1] if evals and evals[-1].step > 0 else None,
@@ -352,6 +362,18 @@ def report_run(past: PastRun) -> RunReport:
         plan_changes=tuple(event for event in events if event.text.startswith(PLAN_CHANGE)),
         events=tuple(event for event in events if not event.text.startswith(PLAN_CHANGE)),
         disk_bytes=measure_disk(past.folder.path),
+    )
+
+
+def _measure_rewards(steps: tuple[StepRecord, ...]) -> PreferenceRecord | None:
+    found = [record.preference for record in steps if record.preference is not None]
+    if not found:
+        return None
+    return PreferenceRecord(
+        **{
+            name: measure_last(getattr(one, name) for one in found)
+            for name in PreferenceRecord.model_fields
+        }
     )
 
 
@@ -504,6 +526,7 @@ def list_results(report: RunReport) -> list[ResultLine]:
         ("train loss, last", _loss(report.last_loss) + broken,
          "mean of the last few steps; lower is better"),
         *_list_routing(report),
+        *_list_rewards(report),
         ("eval loss, before", _eval_loss(before),
          "on rows held back from training, before the first step"),
         ("eval loss, after", _eval_loss(after), "on the same rows at the end: what counts"),
@@ -559,6 +582,33 @@ def _list_routing(report: RunReport) -> list[tuple[str, str, str]]:
     return rows
 
 
+def _list_rewards(report: RunReport) -> list[tuple[str, str, str]]:
+    """Lines that only runs on preferences have."""
+    last = report.last_preference
+    if last is None:
+        return []
+    before, after = (
+        None if point is None else point.preference
+        for point in (report.eval_before, report.eval_after)
+    )
+    rows = [
+        ("reward margin, last", _loss(last.reward_margin),
+         "chosen over rejected answers, mean of the last few steps"),
+        ("chosen NLL, last", _loss(last.chosen_nll),
+         "cross-entropy per token of chosen answers; rises where they get less likely too"),
+    ]  # fmt: skip
+    if last.kl is not None:
+        rows.append(("KL, last", _loss(last.kl), "from the reference, over mismatched answers"))
+    for when, found in (("before", before), ("after", after)):
+        if found is not None and found.reward_accuracy is not None:
+            rows.append(
+                (f"eval accuracy, {when}",
+                 render_quantity(found.reward_accuracy, Unit.FRACTION),
+                 "share of held-back pairs whose chosen answer has the higher reward")
+            )  # fmt: skip
+    return rows
+
+
 def align_results(reports: Sequence[RunReport]) -> list[tuple[str, ...]]:
     """Label and one value per run; a run on a CPU has other lines than one on a GPU."""
     found = [{result.label: result.value for result in list_results(r)} for r in reports]
@@ -610,7 +660,7 @@ def _eval_loss(point: EvalPoint | None) -> str:
 
 
 def _perplexity(point: EvalPoint | None) -> str:
-    if point is None:
+    if point is None or (point.perplexity is None and point.preference is not None):
         return UNKNOWN
     if point.perplexity is None:
         return "not finite"

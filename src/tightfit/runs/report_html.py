@@ -77,12 +77,20 @@ def load_runs(folders: Iterable[RunFolder]) -> tuple[PastRun, ...]:
 def draw_runs(runs: Sequence[PastRun]) -> tuple[Any, list[Hover]]:
     """The three panels one under another, and the numbers under the pointer."""
     num_rows = sum(len(run.report.compared) for run in runs)
-    heights = (3.4, 2.8, 0.5 + 0.36 * max(num_rows, 1))
+    has_rewards = any(run.report.last_preference is not None for run in runs)
+    heights = (
+        *(3.4, *([2.8] if has_rewards else []), 2.8),
+        0.5 + 0.36 * max(num_rows, 1),
+    )
     figure = make_figure(sum(heights) + 2.2, hspace=0.08)
-    loss, memory, bars = figure.subplots(3, 1, gridspec_kw={"height_ratios": heights})
-    hovers = [_draw_loss(loss, runs), _draw_memory(memory, runs)]
+    loss, *rewards, memory, bars = figure.subplots(
+        len(heights), 1, gridspec_kw={"height_ratios": heights}
+    )
+    hovers = [_draw_loss(loss, runs), *(_draw_rewards(axis, runs) for axis in rewards)]
+    hovers.append(_draw_memory(memory, runs))
     _draw_compared(bars, runs)
-    loss.sharex(memory)
+    for axis in (loss, *rewards):
+        axis.sharex(memory)
     write_title(figure, describe_runs(runs))
     return figure, [hover for hover in hovers if hover.heads]
 
@@ -155,6 +163,30 @@ def _draw_loss(axis: Any, runs: Sequence[PastRun]) -> Hover:
     _finish(
         axis, "Loss: lower is better; eval is on rows held back from training", is_empty=not series
     )
+    return _make_hover(axis, series)
+
+
+def _draw_rewards(axis: Any, runs: Sequence[PastRun]) -> Hover:
+    series: list[HoverSeries] = []
+    for run, colour in zip(runs, RUN_COLOURS, strict=False):
+        for name, style in (("chosen", "-"), ("rejected", ":")):
+            points = [
+                (float(r.step), value)
+                for r in run.steps
+                if r.preference is not None
+                and (value := getattr(r.preference, f"reward_{name}")) is not None
+                and _is_drawn(value)
+            ]
+            drawn = thin(smooth(points), mean)
+            if not drawn:
+                continue
+            xs, ys = zip(*drawn, strict=True)
+            label = _label(run, name, runs)
+            axis.plot(xs, ys, label=label, color=colour, linestyle=style, linewidth=1.8)
+            text = [f"{y:.4g}" for y in ys]
+            series.append(HoverSeries(label=label, colour=colour, x=xs, text=text))
+    title = "Rewards of chosen and rejected answers: the distance should grow"
+    _finish(axis, title, is_empty=not series)
     return _make_hover(axis, series)
 
 

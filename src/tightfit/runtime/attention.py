@@ -3,6 +3,7 @@ transformers does not have.
 
 `tightfit_repeat`: SDPA with repeated keys, for GPUs without a fused grouped-query kernel.
 `tightfit_varlen`: packed rows without a mask, document by document.
+`tightfit_causal`, `tightfit_causal_repeat`: those of families with an attention of their own.
 """
 
 from __future__ import annotations
@@ -27,8 +28,7 @@ from tightfit.models.attention import (
     find_flash_problem,
     find_sdpa_problem,
     find_varlen_problem,
-    has_alibi,
-    read_attention_extras,
+    needs_of,
 )
 from tightfit.models.config import read_config
 from tightfit.models.families.registry import find_family
@@ -199,6 +199,8 @@ GROUPED_DECODE = "tightfit_grouped_decode"
 """SDPA for generation of one token per row."""
 CAUSAL = "tightfit_causal"
 """SDPA without a mask, or flex attention with a bias by distance: `own_attention.py`."""
+CAUSAL_REPEAT = "tightfit_causal_repeat"
+"""`tightfit_repeat` without a mask."""
 PACKED = "tightfit_packed"
 """Not an implementation: `tightfit_varlen` if the family allows it, else SDPA's block mask."""
 
@@ -235,6 +237,8 @@ def resolve_attention(config: PretrainedConfig, name: str) -> str:
         )
     if name == REPEAT and not needs.family.accepts_custom_attention:
         return "sdpa"
+    if name == REPEAT and needs.family.own_attention:
+        name = CAUSAL_REPEAT
     has_bias = AttentionFeature.ALIBI in needs.features
     if name == "sdpa" and needs.family.own_attention and not has_bias:
         return CAUSAL
@@ -275,41 +279,11 @@ def find_varlen_obstacle(config: PretrainedConfig, kernel: VarlenKernel | None) 
 
 
 def read_needs(config: PretrainedConfig) -> AttentionNeeds:
-    """What the family's record and the loaded config need of an attention kernel."""
-    text = config.get_text_config()
-    known = find_family(text.model_type)
-    family = known if known.is_known else _read_family(config, known)
-    kinds = getattr(text, "layer_types", None)
-    stated = {
-        AttentionFeature.SOFTCAP: getattr(text, "attn_logit_softcapping", None) is not None,
-        AttentionFeature.WINDOW: (
-            getattr(text, "sliding_window", None) is not None
-            if kinds is None
-            else "sliding_attention" in kinds
-        ),
-        AttentionFeature.SINKS: family.has_sinks,
-    }
-    grouping = ("new_decoder_architecture", "multi_query")
-    is_grouped = any(getattr(text, name, False) for name in grouping)
-    stated[AttentionFeature.ALIBI] = has_alibi(family, is_grouped=is_grouped)
-    extras = read_attention_extras(text.to_dict(), family)
-    return AttentionNeeds(
-        family=family,
-        head_dim=_read_head_dim(text, family),
-        features=frozenset({*extras, *(feature for feature, is_on in stated.items() if is_on)}),
-        is_encoder_decoder=bool(config.is_encoder_decoder),
-    )
-
-
-def _read_head_dim(text: PretrainedConfig, family: Family) -> int:
-    """Width of the widest heads, as the planner reads it.
-
-    Gemma 4 has it by layer, DeepSeek in two parts, and Mamba no heads at all.
-    """
-    if family.read is not None:
-        return read_loaded_config(text).head_dim
-    stated = getattr(text, "head_dim", None)
-    return int(stated or text.hidden_size // text.num_attention_heads)
+    """What the loaded config needs of an attention kernel, as the planner reads it."""
+    needs = needs_of(read_loaded_config(config.get_text_config()))
+    if needs.family.is_known:
+        return needs
+    return replace(needs, family=_read_family(config, needs.family))
 
 
 def read_loaded_config(text: PretrainedConfig) -> ModelSpec:
@@ -343,15 +317,13 @@ def check_packable(model: nn.Module) -> None:
     """Raise if the family ignores positions: it would read packed rows as one document."""
     config: Any = model.config
     takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-    check_packing(config, config._attn_implementation, takes_positions=takes_positions)
+    check_packing(config, takes_positions=takes_positions)
 
 
-def check_packing(
-    config: PretrainedConfig, implementation: str, *, takes_positions: bool = True
-) -> None:
-    """The same of a config with the attention that it will have."""
-    can_pack = read_needs(config).can_pack(is_varlen=implementation == VARLEN)
-    if not can_pack or not takes_positions:
+def check_packing(config: PretrainedConfig, *, takes_positions: bool = True) -> None:
+    """The same of a config."""
+    needs = read_needs(config)
+    if not needs.can_pack or not (takes_positions or needs.family.alibi == "always"):
         raise UsageError(
             f"{config.model_type} models cannot keep packed documents apart.",
             remedy="--set packing=false",
@@ -386,8 +358,13 @@ def register_attention() -> None:
         VARLEN: varlen_attention,
         GROUPED_DECODE: grouped_decode_attention,
         CAUSAL: own_attention.causal_attention,
+        CAUSAL_REPEAT: repeat_attention,
     }
-    masks: dict[str, Any] = {VARLEN: _no_mask, CAUSAL: own_attention.make_no_mask}
+    masks: dict[str, Any] = {
+        VARLEN: _no_mask,
+        CAUSAL: own_attention.make_mask,
+        CAUSAL_REPEAT: own_attention.make_mask,
+    }
     for kind in _list_own():
         implementations[kind.implementation_name] = _find_function(kind.record.implementation)
         masks[kind.implementation_name] = _find_function(kind.record.mask)

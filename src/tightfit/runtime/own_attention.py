@@ -2,7 +2,7 @@
 
 Their own modelling code computes plain products, or gives SDPA a mask that rules out its flash
 kernels (transformers 5.22). The causal mask is the kernel's own here: padding is on the right, so
-none is needed, and a bias by distance is computed inside flex attention.
+none is needed, and a bias by distance is computed inside flex attention. Packed rows have a mask.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tightfit.runtime.flex_attention import flex_attention, make_block_mask
+from tightfit.runtime.packed_masks import is_packed
 
 
 def accept_kernels(config: Any) -> None:
@@ -38,22 +39,47 @@ def use_own_attention(model: Any) -> None:
 
 
 def causal_attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, _mask: Any, **options: Any
+    module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any
 ) -> tuple[Tensor, None]:
-    """Causal attention of whole rows, with grouped heads, or with `slopes` of a bias."""
+    """Causal attention of whole rows, with grouped heads, or with `slopes` of a bias.
+
+    `mask`: of packed documents; else None.
+    """
     if options.get("slopes") is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         attend: Any = sdpa_attention_forward
-        output: tuple[Tensor, None] = attend(module, query, key, value, None, **options)
+        output: tuple[Tensor, None] = attend(module, query, key, value, mask, **options)
         return output
-    mask = _make_causal_mask(query.shape[2], query.device)
+    if mask is None:
+        mask = _make_causal_mask(query.shape[2], query.device)
     return flex_attention(module, query, key, value, mask, **options)
 
 
-def make_no_mask(*_: Any, **__: Any) -> Tensor:
-    """A mask that is not used; these families' code expects a tensor."""
-    return torch.ones(1, 1, 1, 1, dtype=torch.bool)
+class PackedMask:
+    """A mask of packed documents that these families' code hands to attention as it is."""
+
+    ndim = 0
+    """Falcon adds a bias to a mask of four dimensions."""
+
+    def __init__(self, mask: Any) -> None:
+        self.mask = mask
+
+    def to(self, *_: Any) -> PackedMask:
+        """MPT makes its mask boolean."""
+        return self
+
+
+def make_mask(*args: Any, config: Any, **kwargs: Any) -> Any:
+    """Of packed rows; else one that is not used, since these families' code expects a tensor."""
+    if not is_packed():
+        return torch.ones(1, 1, 1, 1, dtype=torch.bool)
+    if getattr(config, "alibi", True):  # only Falcon has models without
+        return PackedMask(make_block_mask(*args, **kwargs))
+    from transformers.masking_utils import sdpa_mask
+
+    make: Any = sdpa_mask
+    return PackedMask(make(*args, **kwargs))
 
 
 @lru_cache(maxsize=8)
@@ -65,7 +91,7 @@ def _is_ours(module: Any) -> bool:
     return str(module.config._attn_implementation).startswith("tightfit_")
 
 
-def _attend(module: Any, parts: tuple[Tensor, Tensor, Tensor], **options: Any) -> Tensor:
+def _attend(module: Any, parts: tuple[Tensor, Tensor, Tensor], mask: Any, **options: Any) -> Tensor:
     """`[rows, tokens, width]` from `[rows, heads, tokens, head_dim]`, by the config's kernel."""
     from transformers import AttentionInterface
 
@@ -73,7 +99,8 @@ def _attend(module: Any, parts: tuple[Tensor, Tensor, Tensor], **options: Any) -
     module.num_key_value_groups = query.shape[1] // key.shape[1]
     functions: Any = AttentionInterface
     attend = functions()[module.config._attn_implementation]
-    output: Tensor = attend(module, *parts, None, **options)[0]
+    documents = mask.mask if isinstance(mask, PackedMask) else None
+    output: Tensor = attend(module, *parts, documents, **options)[0]
     return output.flatten(2)
 
 
@@ -112,6 +139,7 @@ def _forward_falcon(
     output = _attend(
         self,
         (query, key, value),
+        attention_mask,
         scaling=self.inv_norm_factor,
         dropout=self.attention_dropout.p if alibi is not None and self.training else 0.0,
         position_ids=position_ids,
@@ -141,6 +169,7 @@ def _forward_bloom(
     output = _attend(
         self,
         self._reshape(self.query_key_value(hidden_states)),
+        attention_mask,
         scaling=self.inv_norm_factor,
         dropout=self.attention_dropout.p if self.training else 0.0,
         slopes=_list_slopes(self.num_heads, hidden_states.device),
@@ -172,6 +201,7 @@ def _forward_mpt(
     output = _attend(
         self,
         (query, key, value),
+        attention_mask,
         scaling=self.softmax_scale,
         dropout=self.attn_dropout_p if self.training else 0.0,
         slopes=slopes,

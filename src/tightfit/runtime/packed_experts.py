@@ -41,6 +41,29 @@ class Packed(NamedTuple):
         values: Tensor = dequantize(codes.as_subclass(Tensor), self.state)
         return values.view(self.shape)
 
+    def unpack_chosen(self, codes: Tensor, experts: Tensor) -> Tensor:
+        """The matrices of these experts alone, `[numbers, out, in]`."""
+        from bitsandbytes import functional
+
+        bnb: Any = functional  # not annotated
+        state, num_values = self.state, prod(self.shape[1:])
+        if num_values % state.blocksize:  # a block spans two experts
+            return self.unpack(codes)[experts]
+        scales = state.absmax
+        if state.nested:
+            scales = bnb.dequantize_blockwise(scales, state.state2) + state.offset
+        chosen = bnb.QuantState(
+            absmax=scales.view(self.shape[0], -1)[experts].reshape(-1).float(),
+            shape=torch.Size([len(experts) * num_values // _BLOCK, _BLOCK]),
+            code=state.code,
+            blocksize=state.blocksize,
+            quant_type=state.quant_type,
+            dtype=state.dtype,
+        )
+        stored = codes.as_subclass(Tensor).view(torch.uint8).view(self.shape[0], -1)[experts]
+        values: Tensor = bnb.dequantize_4bit(stored.reshape(-1, 1), chosen)
+        return values.view(len(experts), *self.shape[1:])
+
 
 def find_packed(module: nn.Module, name: str) -> Packed | None:
     """The module keeps it, since sharding drops what is attached to a parameter."""

@@ -16,6 +16,8 @@ from tightfit.core.sampling import SAMPLING_OPTIONS, Sampling
 from tightfit.core.text import did_you_mean
 from tightfit.data.formats import ASSISTANT, FORMATS, SYSTEM, USER, Message
 from tightfit.data.sources import read_file
+from tightfit.data.templates import parse_answer
+from tightfit.data.tools import Tool
 from tightfit.engines.protocol import Delta, Done, Engine, FinishReason, Request, stream
 from tightfit.serving.generate.journal import to_json_line
 
@@ -67,6 +69,8 @@ class Conversation:
     sampling: Sampling
     system: str | None = None
     turns: list[Message] = field(default_factory=list)
+    tools: tuple[Tool, ...] = ()
+    """Of a loaded conversation; the model may call them."""
     tally: ChatTotals = field(default_factory=ChatTotals)
     _first: int = 0
     """Of the turns, the oldest that is still sent."""
@@ -110,11 +114,13 @@ class Conversation:
     def reset(self) -> None:
         """Forget all turns; the system prompt stays."""
         self.turns.clear()
+        self.tools = ()
         self._first = 0
 
-    def replace_turns(self, messages: Sequence[Message]) -> None:
+    def replace_turns(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> None:
         """Go on from another conversation."""
         kept = list(messages)
+        self.tools = tuple(tools)
         self.system = kept.pop(0).content if kept and kept[0].role == SYSTEM else None
         self.turns[:] = kept
         self._first = 0
@@ -132,7 +138,10 @@ class Conversation:
         sampling = self.sampling
         if sampling.seed is not None:  # another answer wants another seed
             sampling = replace(sampling, seed=sampling.seed + self._num_again)
-        events = stream(self.engine, Request(prompt=tokens, sampling=sampling))
+        prompter = self.engine.prompter
+        kept = prompter.call_control if self.tools else ()
+        request = Request(prompt=tokens, sampling=sampling, kept_control=kept)
+        events = stream(self.engine, request)
         try:
             for event in events:
                 if isinstance(event, Delta):
@@ -145,7 +154,11 @@ class Conversation:
         # The engine's whole text where it ended: pieces may lack what a stop text swallowed.
         is_whole = done is not None and done.reason is not FinishReason.CANCELLED
         text = done.text if is_whole and done is not None else "".join(pieces)
-        self.turns.append(Message(ASSISTANT, text))
+        answer = Message(ASSISTANT, text)
+        if self.tools and prompter.call_syntax is not None:
+            parsed = parse_answer(prompter.call_syntax, text)
+            answer = Message(ASSISTANT, parsed.content, parsed.calls, parsed.reasoning)
+        self.turns.append(answer)
         if done is not None:
             self.tally.add(done)
         return Reply(text=text, done=done, num_dropped=self._first - before)
@@ -157,7 +170,7 @@ class Conversation:
         room = context - min(self.sampling.max_new_tokens, kept, context // 2)
         opening = [] if self.system is None else [Message(SYSTEM, self.system)]
         while True:
-            tokens = self.engine.prompter.ask([*opening, *self.turns[self._first :]])
+            tokens = self.engine.prompter.ask([*opening, *self.turns[self._first :]], self.tools)
             if len(tokens) <= room:
                 return tokens
             # A conversation begins with a question.
@@ -286,7 +299,7 @@ def run_command(command: ChatCommand, talk: Conversation) -> str:
             raise UsageError(f"`/{name}` wants a file name.", remedy=f"/{name} chat.jsonl")
         path = Path(rest).expanduser()
         if name == "load":
-            talk.replace_turns(load_conversation(path))
+            talk.replace_turns(*load_conversation(path))
             return f"Going on from {len(talk.turns)} messages."
         save_conversation(talk, path, replaces=name == "save!")
         return f"Saved {path}."
@@ -352,18 +365,20 @@ def save_conversation(talk: Conversation, path: Path, *, replaces: bool) -> None
     """One row in the messages format."""
     if path.exists() and not replaces:
         raise UsageError(f"{path} exists already.", remedy=f"/save! {path} replaces it")
-    row = {"messages": [message._asdict() for message in talk.messages()]}
+    row: dict[str, Any] = {"messages": [message.as_object() for message in talk.messages()]}
+    if talk.tools:
+        row["tools"] = talk.tools
     write_atomic(path, to_json_line(row) + b"\n")
 
 
-def load_conversation(path: Path) -> list[Message]:
-    """The first row of a file in the messages format."""
+def load_conversation(path: Path) -> tuple[list[Message], tuple[Tool, ...]]:
+    """Messages and tools of the first row of a file in the messages format."""
     if not path.is_file():
         raise NotFoundError(f"There is no file {path}.", remedy="/load FILE that /save wrote")
     if path.suffix.lower() in (".jsonl", ".json", ".ndjson"):
         row = next(read_file(path))
         if "messages" in row.values or "conversations" in row.values:
-            return FORMATS["chat"].to_messages(row)
+            return FORMATS["chat"].to_conversation(row)
     try:
         values = read_json_file(path)
         turns = [Message(str(turn["role"]), str(turn["content"])) for turn in values["messages"]]
@@ -371,4 +386,4 @@ def load_conversation(path: Path) -> list[Message]:
         raise InvalidInputError(
             f"{path} holds no conversation.", remedy="/load FILE that /save wrote"
         ) from error
-    return turns
+    return turns, ()

@@ -9,10 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from tightfit.core.objectives import ExampleKind
 from tightfit.data.packing import pack_best_fit
 from tightfit.data.token_store import EncodedRow, StoreDescription, TokenStore, epoch_rows
 from tightfit.training.distributed import DistContext
@@ -31,7 +34,16 @@ class StepItems:
     num_tokens: int
     """Real tokens of the step over all ranks."""
     num_trained_tokens: int
-    """Tokens with loss over all ranks: the divisor of the loss."""
+    """Tokens with loss over all ranks."""
+    divisor: int
+    """Of the loss: the trained tokens, or the pairs or labelled answers, over all ranks."""
+    num_chosen_tokens: int = 0
+    """Trained tokens of the pairs' chosen answers, over all ranks."""
+
+    @property
+    def nll_weight(self) -> float | None:
+        """What makes a sum over chosen tokens, divided like the loss, their mean."""
+        return self.divisor / self.num_chosen_tokens if self.num_chosen_tokens else None
 
 
 class BatchSampler:
@@ -58,6 +70,8 @@ class BatchSampler:
         self._is_packed = is_packed
         self._seed = seed
         self._shuffle = shuffle
+        self.rows_per_example = store.description.rows_per_example
+        self._lengths = store.example_lengths
         self._items = lru_cache(maxsize=4)(self._list_items)
         self.steps_per_epoch = -(-len(self._items(0)) // effective_batch)
 
@@ -70,6 +84,12 @@ class BatchSampler:
         items = self._items_of(step)
         by_length = sorted(items, key=self._count_tokens, reverse=True)
         num_passes = -(-self.effective_batch // (micro_batch * world_size))
+        rows = [row for item in items for row in self._rows_of(item)]
+        num_trained = int(self.store.num_trained[rows].sum())
+        is_sft = self.store.description.example is ExampleKind.ANSWER
+        num_chosen = 0
+        if self.rows_per_example > 1:
+            num_chosen = int(self.store.num_trained[[row for item in items for row in item]].sum())
         chunks = [
             tuple(by_length[at : at + micro_batch])
             for at in range(0, num_passes * world_size * micro_batch, micro_batch)
@@ -77,8 +97,10 @@ class BatchSampler:
         return StepItems(
             step=step,
             micro_batches=tuple(chunks[rank::world_size]),
-            num_tokens=sum(map(self._count_tokens, items)),
-            num_trained_tokens=sum(int(self.store.num_trained[list(item)].sum()) for item in items),
+            num_tokens=int(self.store.lengths[rows].sum()),
+            num_trained_tokens=num_trained,
+            divisor=num_trained if is_sft else sum(map(len, items)),
+            num_chosen_tokens=num_chosen,
         )
 
     def longest(self, micro_batch: int) -> tuple[Item, ...]:
@@ -90,15 +112,16 @@ class BatchSampler:
         """The sequence a rank runs without loss when a step has too few rows for all ranks."""
         return min(self._items(0), key=self._count_tokens)
 
-    def rows(self, item: Item) -> list[EncodedRow]:
-        return [self.store.row(index) for index in item]
-
     def locations(self, step: int) -> list[str]:
         """File and row of each text of a step, of all ranks, for messages."""
         return [self.store.place(row) for item in self._items_of(step) for row in item]
 
     def _count_tokens(self, item: Item) -> int:
-        return int(self.store.lengths[list(item)].sum())
+        """In the item's sequence; in the longer one of pairs."""
+        return int(self._lengths[list(item)].sum())
+
+    def _rows_of(self, item: Item) -> list[int]:
+        return [index + at for index in item for at in range(self.rows_per_example)]
 
     def _items_of(self, step: int) -> list[Item]:
         epoch, index = divmod(step, self.steps_per_epoch)
@@ -110,7 +133,7 @@ class BatchSampler:
         rows = epoch_rows(self.store, seed=self._seed, epoch=epoch, shuffle=self._shuffle)
         if not self._is_packed:
             return [(int(row),) for row in rows]
-        packs = pack_best_fit(self.store.lengths[rows].tolist(), self._seq_len)
+        packs = pack_best_fit(self._lengths[rows].tolist(), self._seq_len)
         packed = [tuple(int(rows[index]) for index in pack) for pack in packs]
         if not self._shuffle:
             return packed
@@ -185,13 +208,31 @@ def collate_encoder_decoder(sequences: Sequences, *, pad_token_id: int) -> Batch
 
 def without_loss(batch: Batch) -> Batch:
     """The same batch with every label ignored."""
-    return batch | {"labels": torch.full_like(batch["labels"], IGNORED)}
+    ignored = {
+        name: torch.full_like(tensor, IGNORED)
+        for name, tensor in batch.items()
+        if name.endswith("labels")
+    }
+    empty = {
+        name: torch.zeros_like(tensor)
+        for name, tensor in batch.items()
+        if name.endswith("answer_lengths")
+    }
+    return batch | ignored | empty
 
 
 def count_trained(batch: Batch, *, is_encoder_decoder: bool) -> int:
     """Tokens that carry loss; a causal model's first token is never predicted."""
     labels = batch["labels"] if is_encoder_decoder else batch["labels"][:, 1:]
     return int((labels != IGNORED).sum())
+
+
+def count_divisor(batch: Batch, *, is_encoder_decoder: bool = False) -> int:
+    """What its loss is divided by: trained tokens, or the examples that carry loss."""
+    if "answer_lengths" not in batch:
+        return count_trained(batch, is_encoder_decoder=is_encoder_decoder)
+    size = 1 if "is_good" in batch else 2
+    return int((batch["answer_lengths"] > 0).sum()) // size
 
 
 def _empty_batch(shape: tuple[int, int], pad_token_id: int) -> Batch:
@@ -232,6 +273,118 @@ class StepBatches:
     """How long the loop waited for them."""
 
 
+class ReferenceLogProbs(NamedTuple):
+    """Of every row of a store, computed before training."""
+
+    rows: NDArray[np.float32]
+    mismatched: NDArray[np.float32] | None
+    """KTO's rows for the divergence."""
+
+
+KL_PREFIX = "kl_"
+"""Of what a batch holds of KTO's mismatched rows."""
+
+
+def split_kl(batch: Batch) -> tuple[Batch, Batch]:
+    """A batch, and what it holds of mismatched rows, as a batch."""
+    own = {name: value for name, value in batch.items() if not name.startswith(KL_PREFIX)}
+    mismatched = {
+        name.removeprefix(KL_PREFIX): value
+        for name, value in batch.items()
+        if name.startswith(KL_PREFIX)
+    }
+    return own, mismatched
+
+
+class BatchMaker:
+    """Makes batches from a store's items.
+
+    KTO estimates the divergence from the reference over mismatched rows: each row's prompt with the
+    answer of the row before it, in one drawn order of all rows that stays the same.
+    """
+
+    def __init__(
+        self,
+        store: TokenStore,
+        collate: Collate,
+        *,
+        seed: int = 0,
+        needs_kl: bool = False,
+    ) -> None:
+        self._store = store
+        self._collate = collate
+        self._size = store.description.rows_per_example
+        self.reference: ReferenceLogProbs | None = None
+        self._partners: NDArray[np.int64] | None = None
+        self.needs_kl = needs_kl
+        if needs_kl:
+            order = np.random.default_rng((seed, len(store))).permutation(len(store))
+            self._partners = np.empty_like(order)
+            self._partners[order] = np.roll(order, 1)
+
+    def make(self, items: Sequence[Item], *, nll_weight: float | None = None) -> Batch:
+        """`nll_weight`: pairs over chosen tokens, of the whole step; else of the batch."""
+        rows = [
+            [index + at for index in item] for item in items for at in range(self._size)
+        ]  # of pairs a sequence of chosen answers, then one of rejected ones
+        sequences = [[self._store.row(index) for index in sequence] for sequence in rows]
+        batch = self._collate(sequences)
+        if self._store.description.example is ExampleKind.ANSWER:
+            return batch
+        answers = [index + at for item in items for index in item for at in range(self._size)]
+        batch |= self._describe_answers(batch, rows, answers)
+        if self.reference is not None:
+            batch["reference"] = torch.from_numpy(self.reference.rows[answers])
+        if self._store.is_good is not None:
+            batch["is_good"] = torch.from_numpy(self._store.is_good[answers])
+        else:
+            lengths = batch["answer_lengths"][0::2]
+            own = len(lengths) / max(1, int(lengths.sum()))
+            batch["nll_weight"] = torch.tensor(own if nll_weight is None else nll_weight)
+        if self._partners is not None:
+            mismatched = self.make_mismatched(answers)
+            batch |= {KL_PREFIX + name: value for name, value in mismatched.items()}
+        return batch
+
+    def make_mismatched(self, rows: Sequence[int]) -> Batch:
+        """KTO's rows for the divergence."""
+        assert self._partners is not None
+        sequences = [[self._mismatch(index)] for index in rows]
+        batch = self._collate(sequences)
+        answer_ids = torch.arange(len(rows))[:, None].expand(batch["labels"].shape)
+        batch["answer_ids"] = answer_ids.contiguous()
+        batch["answer_lengths"] = (batch["labels"][:, 1:] != IGNORED).sum(dim=1)
+        if self.reference is not None and self.reference.mismatched is not None:
+            batch["reference"] = torch.from_numpy(self.reference.mismatched[list(rows)])
+        return batch
+
+    def _mismatch(self, index: int) -> EncodedRow:
+        assert self._partners is not None
+        own, other = self._store.row(index), self._store.row(int(self._partners[index]))
+        prompt = own.tokens[: int(own.trained.argmax())]
+        start = int(other.trained.argmax())
+        limit = self._store.description.seq_len
+        tokens = np.concatenate([prompt, other.tokens[start:]])[:limit]
+        unread = np.zeros(len(prompt), dtype=np.bool_)
+        trained = np.concatenate([unread, other.trained[start:]])[:limit]
+        return EncodedRow(tokens, trained, own.place)
+
+    def _describe_answers(
+        self, batch: Batch, sequences: Sequence[Sequence[int]], answers: Sequence[int]
+    ) -> Batch:
+        """Which answer each token belongs to, and how many trained tokens each answer has."""
+        number_of = {row: number for number, row in enumerate(answers)}
+        answer_ids = torch.zeros_like(batch["labels"])
+        for index, sequence in enumerate(sequences):
+            start = 0
+            for row in sequence:
+                end = start + int(self._store.lengths[row])
+                answer_ids[index, start:end] = number_of[row]
+                start = end
+        lengths = torch.from_numpy(self._store.num_trained[list(answers)].astype("int64"))
+        return {"answer_ids": answer_ids, "answer_lengths": lengths}
+
+
 def choose_collate(
     description: StoreDescription, *, is_packed: bool, has_mask: bool = False
 ) -> Collate:
@@ -248,10 +401,16 @@ class BatchLoader:
     """Prepares one rank's batches in a thread, ahead of their use."""
 
     def __init__(
-        self, sampler: BatchSampler, collate: Collate, *, micro_batch: int, context: DistContext
+        self,
+        sampler: BatchSampler,
+        collate: Collate,
+        *,
+        micro_batch: int,
+        context: DistContext,
+        maker: BatchMaker | None = None,
     ) -> None:
         self._sampler = sampler
-        self._collate = collate
+        self.maker = maker or BatchMaker(sampler.store, collate)
         self._micro_batch = micro_batch
         self._context = context
 
@@ -282,13 +441,12 @@ class BatchLoader:
             world_size=self._context.world_size,
             micro_batch=self._micro_batch,
         )
-        batches = [self._make(chunk) for chunk in items.micro_batches]
+        batches = [self._make(chunk, items.nll_weight) for chunk in items.micro_batches]
         return StepBatches(items=items, batches=batches)
 
-    def _make(self, items: tuple[Item, ...]) -> Batch:
+    def _make(self, items: tuple[Item, ...], nll_weight: float | None = None) -> Batch:
         """A batch; without items, one that has no loss, for a step with too few rows."""
-        rows = [self._sampler.rows(item) for item in items or (self._sampler.shortest(),)]
-        batch = self._collate(rows)
+        batch = self.maker.make(items or (self._sampler.shortest(),), nll_weight=nll_weight)
         if not items:
             batch = without_loss(batch)
         if self._context.device.type == "cuda":

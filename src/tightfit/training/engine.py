@@ -31,7 +31,8 @@ from tightfit.runtime.libraries import is_out_of_memory, torch_dtype
 from tightfit.runtime.load import load_base
 from tightfit.runtime.staged import prefer_staged
 from tightfit.training.distributed import DistContext
-from tightfit.training.model import Objective, build_optimizer, prepare_model
+from tightfit.training.model import build_optimizer, prepare_model
+from tightfit.training.preference import build_objective
 from tightfit.training.sharding import load_sharded, replicate
 from tightfit.training.step import Engine, TrainEngine, Update
 
@@ -51,7 +52,7 @@ def build_engine(plan: Plan, context: DistContext) -> TrainEngine:
         folder = prefer_staged(Path(training.model_path))
         torch.manual_seed(training.seed)  # random weights are the same on every rank
         model = load_base(folder, strategy, context.device, random_weights=training.random_weights)
-        module = Objective.from_strategy(prepare_model(model, strategy, training), strategy)
+        module = build_objective(prepare_model(model, strategy, training), strategy, training)
         if strategy.sharding is Sharding.DDP and context.world_size > 1:
             module = replicate(module, context)
     return TorchEngine(
@@ -70,6 +71,11 @@ def _check_plan(strategy: Strategy, context: DistContext) -> None:
         raise UserError(
             f"The plan is for one process, and {context.world_size} were started.",
             remedy="start it with tightfit train, which starts as many as the plan says",
+        )
+    if strategy.copies_reference and (strategy.sharding.is_fsdp or strategy.sharding.is_zero):
+        raise UserError(
+            f"A frozen copy of the weights cannot be kept under {strategy.sharding.value}.",
+            remedy="--set precompute_reference=true",
         )
     record = strategy.optimizer.record
     problem = record.fsdp_problem if strategy.sharding.is_fsdp else ""

@@ -10,7 +10,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import torch
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import DivergedError, InvalidInputError, NotFoundError
 from tightfit.core.settings import Schedule
-from tightfit.core.strategy import Training
+from tightfit.core.strategy import Strategy, Training
 from tightfit.data.token_store import TokenStore
 from tightfit.hardware.machine import read_peak_memory_bytes
 from tightfit.planning.plan import Plan
@@ -29,13 +29,14 @@ from tightfit.runs.metrics import EvalRecord, StepRecord
 from tightfit.runs.run_folder import RunFolder
 from tightfit.runtime.attention import needs_padding_mask
 from tightfit.training.batches import (
-    IGNORED,
+    KL_PREFIX,
     Batch,
     BatchLoader,
+    BatchMaker,
     BatchSampler,
-    Collate,
     StepBatches,
     choose_collate,
+    count_divisor,
     count_trained,
     to_device,
     without_loss,
@@ -50,13 +51,18 @@ from tightfit.training.checkpoint import (
 from tightfit.training.distributed import DistContext, sum_over_ranks
 from tightfit.training.engine import TorchEngine, build_engine, evaluating
 from tightfit.training.model import find_routing
+from tightfit.training.preference import find_preference
+from tightfit.training.reference import precompute_reference
+from tightfit.training.rewards import describe_rewards
 from tightfit.training.run_logger import RunLogger
 from tightfit.training.step import (
     ReducedMetrics,
     TrainEngine,
     all_reduce_metrics,
+    measure_kl,
     mix_seed,
     train_step,
+    with_kl,
 )
 
 SECONDS_BETWEEN_CHECKPOINTS = 600.0
@@ -91,26 +97,44 @@ class TrainLoop:
             seed=training.seed,
             shuffle=training.shuffle,
         )
+        _check_objective(store, strategy)
         self.num_steps = training.max_steps or self.sampler.count_steps(plan.num_epochs)
 
         # Model and optimizer.
         self.engine: TrainEngine = build_engine(plan, context)
         has_mask = needs_padding_mask(self.engine.model.config)
         collate = choose_collate(store.description, is_packed=strategy.packing, has_mask=has_mask)
+        needs_kl = strategy.objective.record.needs_kl
+        maker = BatchMaker(store, collate, seed=training.seed, needs_kl=needs_kl)
         self.loader = BatchLoader(
-            self.sampler, collate, micro_batch=strategy.micro_batch, context=context
+            self.sampler, collate, micro_batch=strategy.micro_batch, context=context, maker=maker
         )
+        makers = [(store, maker)]
         self._evaluate: Callable[..., EvalRecord] | None = None
         if folders.eval is not None:
             held_out = _open_store(folders.eval)
+            held_out_collate = choose_collate(
+                held_out.description, is_packed=False, has_mask=has_mask
+            )
+            held_out_maker = BatchMaker(
+                held_out, held_out_collate, seed=training.seed, needs_kl=needs_kl
+            )
+            makers.append((held_out, held_out_maker))
             self._evaluate = partial(
                 evaluate,
                 self.engine,
                 held_out,
-                choose_collate(held_out.description, is_packed=False, has_mask=has_mask),
+                held_out_maker,
                 micro_batch=strategy.micro_batch,
                 context=context,
             )
+
+        # The reference is the model before its first step: before a checkpoint is loaded.
+        if strategy.precompute_reference and strategy.objective.record.needs_reference:
+            for one, its_maker in makers:
+                its_maker.reference = precompute_reference(
+                    self.engine, one, its_maker, plan, context
+                )
 
         # Resume from the newest complete checkpoint.
         self.step, damaged = 0, []
@@ -123,9 +147,12 @@ class TrainLoop:
         self._saved_at = time.monotonic()
 
         self.routing = find_routing(self.engine.module)
+        self.preference = find_preference(self.engine.module)
         warm_up_step(self.engine, to_device(self.loader.longest(), context), context)
         if self.routing is not None:
             self.routing.take()
+        if self.preference is not None:
+            self.preference.take()
         self.logger = RunLogger(run, plan, context, num_steps=self.num_steps)
         self.logger.open(step=self.step, damaged=damaged)
 
@@ -168,11 +195,11 @@ class TrainLoop:
 
     def _take_step(self, ready: StepBatches, learning_rate: float) -> ReducedMetrics:
         """One optimizer step, and its metrics over all ranks."""
-        num_trained_tokens = ready.items.num_trained_tokens
+        divisor = ready.items.divisor
         outcome = train_step(
             self.engine,
             [to_device(batch, self.context) for batch in ready.batches],
-            num_trained_tokens=num_trained_tokens,
+            divisor=divisor,
             learning_rate=learning_rate,
             seeds=[
                 mix_seed(self.training.seed, self.step, number, self.context.rank)
@@ -183,12 +210,13 @@ class TrainLoop:
         seconds_since_save = time.monotonic() - self._saved_at
         return all_reduce_metrics(
             outcome,
-            num_trained_tokens=num_trained_tokens,
+            divisor=divisor,
             must_stop=self.is_stop_requested(),
             must_save=(self.step + 1) % every == 0
             if every is not None
             else seconds_since_save > SECONDS_BETWEEN_CHECKPOINTS,
             routing=None if self.routing is None else self.routing.take(),
+            preference=None if self.preference is None else self.preference.take(),
         )
 
     def save(self, *, alone: bool = False) -> None:
@@ -224,6 +252,26 @@ def _open_store(folder: str) -> TokenStore:
             f"The encoded data of this run is gone: {folder}.",
             remedy="start it again with tightfit train, which encodes it again",
         ) from error
+
+
+def _check_objective(store: TokenStore, strategy: Strategy) -> None:
+    """Refuse data that was encoded for another objective, and what KTO cannot be run with."""
+    objective, held = strategy.objective, store.description.example
+    if held is not objective.record.example:
+        raise InvalidInputError(
+            f"The encoded data holds {held.value}s; {objective.value} learns from "
+            f"{objective.record.example.value}s.",
+            remedy="start the run in a new folder: tightfit train ... --output FOLDER",
+        )
+    if objective.record.needs_kl and strategy.packing:
+        raise InvalidInputError(
+            "KTO's mismatched rows cannot be packed.", remedy="--set packing=false"
+        )
+    if objective.record.needs_kl and len(store) < 2:
+        raise InvalidInputError(
+            "KTO compares answers of different rows, and there is only one.",
+            remedy="add rows to the data",
+        )
 
 
 def _check_vocabulary(store: TokenStore, plan: Plan, training: Training) -> None:
@@ -311,6 +359,10 @@ def warm_up_step(engine: TrainEngine, batch: Batch, context: DistContext) -> flo
     out-of-memory error is passed on.
     """
     with engine.autocast():
+        if KL_PREFIX + "input_ids" in batch:
+            with torch.no_grad():
+                kl = measure_kl(engine, [batch], num_examples=len(batch["is_good"]))
+            batch = with_kl(batch, kl)
         loss = engine.module(**batch)
     if isinstance(engine, TorchEngine):
         placeholder = torch.empty(
@@ -319,7 +371,7 @@ def warm_up_step(engine: TrainEngine, batch: Batch, context: DistContext) -> flo
         engine.backward(loss / max(1, batch["labels"].numel()))
         engine.optimizer.zero_grad(set_to_none=True)
         del placeholder
-    num_trained = int((batch["labels"] != IGNORED).sum())
+    num_trained = count_divisor(batch)
     loss_sum, count = sum_over_ranks(float(loss.detach()), num_trained, device=context.device)
     mean = loss_sum / max(1.0, count)
     if not math.isfinite(mean):
@@ -411,6 +463,7 @@ class StepTimer:
             router_loss=metrics.router_loss,
             expert_load_max=metrics.expert_load_max,
             idle_experts_fraction=metrics.idle_experts_fraction,
+            preference=metrics.preference,
         )
         self.restart()
         return record
@@ -442,33 +495,53 @@ _MAX_LOSS = 80.0
 def evaluate(
     engine: TrainEngine,
     store: TokenStore,
-    collate: Collate,
+    maker: BatchMaker,
     *,
     step: int,
     micro_batch: int,
     context: DistContext,
 ) -> EvalRecord:
-    """Mean loss per trained token of the held-out rows after `step` steps; all ranks together."""
+    """Mean loss per trained token, or pair, of the held-out rows after `step` steps; all ranks
+    together."""
     start = time.perf_counter()
-    loss_sum, num_trained = 0.0, 0
+    size = store.description.rows_per_example
     # Batches of similar length. All ranks run equally many: surplus ones carry no loss.
-    order = sorted(range(len(store)), key=lambda row: -int(store.lengths[row]))
+    lengths = store.example_lengths
+    order = sorted(range(0, len(store), size), key=lambda row: -int(lengths[row]))
     chunks = [order[at : at + micro_batch] for at in range(0, len(order), micro_batch)]
+    nll_weight = None
+    if size > 1:
+        nll_weight = len(order) / max(1, int(store.num_trained[0::size].sum()))
+    preference = find_preference(engine.module)
     is_encoder_decoder = store.description.is_encoder_decoder
-    with evaluating(engine):
+
+    def read_batches() -> Iterator[Batch]:
         for first in range(0, len(chunks), context.world_size):
             at = first + context.rank
             chunk = chunks[min(at, len(chunks) - 1)]
-            batch = collate([[store.row(row)] for row in chunk])
-            batch = batch if at < len(chunks) else without_loss(batch)
+            batch = maker.make([(row,) for row in chunk], nll_weight=nll_weight)
+            yield to_device(batch if at < len(chunks) else without_loss(batch), context)
+
+    loss_sum, num_trained, divisor = 0.0, 0, 0
+    with evaluating(engine):
+        kl = None
+        if maker.needs_kl:
+            kl = measure_kl(engine, read_batches(), num_examples=len(order))
+        for batch in read_batches():
             num_trained += count_trained(batch, is_encoder_decoder=is_encoder_decoder)
-            loss_sum += float(engine.module(**to_device(batch, context)))
-    total, count = sum_over_ranks(loss_sum, num_trained, device=context.device)
+            divisor += count_divisor(batch, is_encoder_decoder=is_encoder_decoder)
+            scored = batch if kl is None else with_kl(batch, kl)
+            loss_sum += float(engine.module(**scored))
+    sums = [] if preference is None else preference.take().tolist()
+    total, count, trained, *rewards = sum_over_ranks(
+        loss_sum, divisor, num_trained, *sums, device=context.device
+    )
     loss = total / max(1.0, count)
     return EvalRecord(
         step=step,
         loss=loss,
-        perplexity=math.exp(min(loss, _MAX_LOSS)),
-        num_trained_tokens=int(count),
+        perplexity=math.exp(min(loss, _MAX_LOSS)) if preference is None else None,
+        num_trained_tokens=int(trained),
         seconds=time.perf_counter() - start,
+        preference=describe_rewards(rewards) if rewards else None,
     )

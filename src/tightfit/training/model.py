@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from functools import partial
 from importlib import import_module
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,13 @@ from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from tightfit.core.errors import SetupError
+from tightfit.core.objectives import Objective as ObjectiveKind
 from tightfit.core.optimizers import Optimizer as OptimizerKind
 from tightfit.core.settings import Loss, Method
 from tightfit.core.strategy import Strategy, Training
 from tightfit.estimation.activations import NUM_LOSS_CHUNKS
 from tightfit.estimation.weights import can_fuse_trained_projections, uses_augmented_weights
+from tightfit.models.families.registry import find_family
 from tightfit.runtime.adapters import add_adapters
 from tightfit.runtime.attention import check_packable
 from tightfit.runtime.kernels.fp8 import use_fp8
@@ -35,6 +37,7 @@ from tightfit.runtime.layers import (
     dequantize_deferred,
     find_decoder,
 )
+from tightfit.runtime.packed_masks import hand_positions_to_masks
 from tightfit.training.batches import IGNORED
 from tightfit.training.routing import Routing, mark_tokens
 
@@ -46,6 +49,24 @@ _LOGIT_CHANGES = (
     "output_multiplier_scale",
 )
 """Config fields that scale the head's output; such families use their own forward."""
+
+
+class Predictions(NamedTuple):
+    """Of the tokens with loss."""
+
+    values: Tensor
+    """Hidden states; logits, where the model changes what its head puts out."""
+    head: Any
+    """None where `values` are logits."""
+    softcap: float | None
+    balance: Tensor | None
+    """A mixture's router loss."""
+
+    def logits(self) -> Tensor:
+        if self.head is None:
+            return self.values
+        logits: Tensor = self.head(self.values)
+        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
 
 class Objective(nn.Module):
@@ -92,36 +113,43 @@ class Objective(nn.Module):
             return self._sum_losses(logits[labels != IGNORED], labels[labels != IGNORED])
         wanted = labels[:, 1:] != IGNORED
         targets = labels[:, 1:][wanted]
+        # A rank that has no rows left repeats some without loss.
+        is_counted = len(targets) > 0
+        found = self._predict(self.model, wanted, labels, lengths, inputs, is_counted=is_counted)
+        if self._loss is Loss.FUSED and found.head is not None:
+            loss = _fused_loss(
+                found.head, found.values, targets, found.softcap, self._loss_chunk_factor
+            )
+        else:
+            loss = self._sum_losses(found.logits(), targets)
+        if self.routing is not None and found.balance is not None:
+            loss = self.routing.add_loss(loss, found.balance, len(targets))
+        return loss
+
+    def _predict(
+        self,
+        module: Any,
+        wanted: Tensor,
+        labels: Tensor,
+        lengths: Tensor | None,
+        inputs: dict[str, Tensor],
+        *,
+        is_counted: bool,
+    ) -> Predictions:
+        """What `module` predicts at the positions before the `wanted` tokens."""
+        model = module.get_base_model() if hasattr(module, "peft_config") else module
         is_plain = has_plain_head(model)
-        call = getattr(model, model.base_model_prefix) if is_plain else self.model
-        if self.routing is None or not self.training:
+        call = getattr(model, model.base_model_prefix) if is_plain else module
+        if self.routing is None or not (self.training and torch.is_grad_enabled()):
             outputs, balance = call(**inputs, use_cache=False), None
         else:
             is_token = inputs.get("attention_mask", mark_tokens(labels, lengths))
-            # A rank that has no rows left repeats some without loss.
-            is_counted = len(targets) > 0
             outputs, balance = self.routing.run(call, inputs, is_token, is_counted=is_counted)
-        if is_plain:
-            hidden = outputs.last_hidden_state[:, :-1][wanted]
-            del outputs
-            loss = self._apply_head(model, hidden, targets)
-        else:
-            logits = outputs.logits[:, :-1]
-            del outputs
-            loss = self._sum_losses(logits[wanted], targets)
-        if self.routing is not None and balance is not None:
-            loss = self.routing.add_loss(loss, balance, len(targets))
-        return loss
-
-    def _apply_head(self, model: Any, hidden: Tensor, targets: Tensor) -> Tensor:
-        head = model.get_output_embeddings()
+        if not is_plain:
+            return Predictions(outputs.logits[:, :-1][wanted], None, None, balance)
         softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-        if self._loss is Loss.FUSED:
-            return _fused_loss(head, hidden, targets, softcap, self._loss_chunk_factor)
-        logits = head(hidden)
-        if softcap is not None:
-            logits = torch.tanh(logits / softcap) * softcap
-        return self._sum_losses(logits, targets)
+        hidden = outputs.last_hidden_state[:, :-1][wanted]
+        return Predictions(hidden, model.get_output_embeddings(), softcap, balance)
 
     def _sum_losses(self, logits: Tensor, targets: Tensor) -> Tensor:
         if not len(targets):
@@ -194,10 +222,14 @@ def prepare_model(model: Any, strategy: Strategy, training: Training) -> Any:
     """
     if strategy.packing:
         check_packable(model)
+        if not find_family(model.config.model_type).mask_reads_positions:
+            hand_positions_to_masks(model)
     if strategy.fused_kernels:
         apply_fused_kernels(model)
     if strategy.dequantized_base:
         dequantize_base(model, is_deferred=strategy.stores_fp8)
+    if strategy.objective is not ObjectiveKind.SFT:
+        disable_dropout(model)
     if strategy.method is Method.LORA:
         torch.manual_seed(training.seed)
         model = add_adapters(model, strategy, training)
@@ -219,6 +251,14 @@ def prepare_model(model: Any, strategy: Strategy, training: Training) -> Any:
             layer.forward = torch.compile(layer.forward)
     recompute_layers(layers[: strategy.count_recomputed(len(layers))])
     return model
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """As trl does for preferences: a log-ratio compares the model with its reference, not one
+    dropout mask with another. Adapters, added afterwards, keep theirs."""
+    for part in model.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
 
 
 def recompute_layers(layers: list[nn.Module]) -> None:

@@ -132,11 +132,15 @@ def open_trackers(names: Sequence[str], run: RunFolder, plan: Plan) -> list[Trac
 
 def name_values(record: Record) -> dict[str, float]:
     """A record's values by chart name."""
-    if isinstance(record, EvalRecord):
-        return {"eval/loss": record.loss, "eval/perplexity": record.perplexity}
-    if not isinstance(record, StepRecord):
+    if isinstance(record, EventRecord):
         return {}
-    found = {
+    group = "eval" if isinstance(record, EvalRecord) else "train"
+    rewards = {} if record.preference is None else record.preference.model_dump()
+    found: dict[str, float | None] = {f"{group}/{key}": value for key, value in rewards.items()}
+    if isinstance(record, EvalRecord):
+        found |= {"eval/loss": record.loss, "eval/perplexity": record.perplexity}
+        return {name: value for name, value in found.items() if value is not None}
+    found |= {
         "train/loss": record.loss,
         "train/learning_rate": record.learning_rate,
         "train/grad_norm": record.grad_norm,

@@ -46,6 +46,7 @@ from tightfit.runtime.packed_experts import (
 from tightfit.runtime.staged import prefer_staged
 from tightfit.training.distributed import DistContext, broadcast_object, init_single_process_group
 from tightfit.training.model import Objective, prepare_model
+from tightfit.training.preference import build_objective
 
 # nf4 weights in shards
 
@@ -234,9 +235,9 @@ def load_sharded(plan: Plan, training: Training, context: DistContext) -> Object
     source = None
     if whole is not None:
         prepared = prepare_model(whole, strategy, training)
-        source = _take_tensors(Objective.from_strategy(prepared, strategy))
+        source = _take_tensors(build_objective(prepared, strategy, training))
         whole = None
-    module = Objective.from_strategy(prepare_model(meta_model, strategy, training), strategy)
+    module = build_objective(prepare_model(meta_model, strategy, training), strategy, training)
     receiver, sharder = WeightReceiver(module, source, context.device), Sharder(strategy, context)
     check = QuantizedShardCheck(context.device)
     layers = decoder_layers(module)

@@ -5,7 +5,7 @@ The tracer runs `train_step` on fake tensors: prediction and run share this func
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tightfit.core.strategy import Strategy
-from tightfit.training.batches import Batch
+from tightfit.runs.metrics import PreferenceRecord
+from tightfit.training.batches import KL_PREFIX, Batch, split_kl
+from tightfit.training.rewards import describe_rewards
 from tightfit.training.routing import RoutingSums, measure_loads
 
 
@@ -84,7 +86,7 @@ class StepOutcome:
     """One rank's result of a step."""
 
     loss_sum: Tensor
-    """Of this rank's trained tokens, with the weighted router loss."""
+    """Of this rank's trained tokens or pairs, with the weighted router loss."""
     update: Update
 
 
@@ -92,19 +94,23 @@ def train_step(
     engine: Engine,
     batches: Sequence[Batch],
     *,
-    num_trained_tokens: int,
+    divisor: int,
     learning_rate: float,
     seeds: Sequence[int],
 ) -> StepOutcome:
     """Forward and backward over every micro-batch, then one update.
 
-    The loss is the mean over the step's trained tokens of all ranks, so each token has the same
-    weight however rows are split. DDP, FSDP and ZeRO average gradients over ranks, so each rank
-    scales its sum by `world_size`. One seed per micro-batch: dropout is reproducible without
-    saved random state.
+    The loss is the mean over the step's trained tokens, or pairs, of all ranks (`divisor`), so each
+    has the same weight however rows are split. DDP, FSDP and ZeRO average gradients over ranks, so
+    each rank scales its sum by `world_size`. One seed per micro-batch: dropout is reproducible
+    without saved random state.
     """
-    scale = engine.world_size / num_trained_tokens
+    scale = engine.world_size / divisor
     sums = []
+    if KL_PREFIX + "input_ids" in batches[0]:
+        with torch.no_grad(), engine.autocast():
+            kl = measure_kl(engine, batches, num_examples=divisor)
+        batches = [with_kl(batch, kl) for batch in batches]
     for position, (batch, seed) in enumerate(zip(batches, seeds, strict=True)):
         torch.manual_seed(seed)
         with engine.accumulate(is_last=position == len(batches) - 1):
@@ -115,6 +121,21 @@ def train_step(
             del loss
     update = engine.update(learning_rate)
     return StepOutcome(loss_sum=torch.stack(sums).sum(), update=update)
+
+
+def measure_kl(engine: Engine, batches: Iterable[Batch], *, num_examples: int) -> Tensor:
+    """The mean log-ratio over the mismatched rows of all batches and ranks, and at least 0: the
+    same however rows are split. Without gradients."""
+    sums = [engine.module(**split_kl(batch)[1]) for batch in batches]
+    total = torch.stack(sums).sum()
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    return (total / num_examples).clamp(min=0)
+
+
+def with_kl(batch: Batch, kl: Tensor) -> Batch:
+    """The batch with the estimate in place of the mismatched rows."""
+    return split_kl(batch)[0] | {"kl": kl}
 
 
 def mix_seed(seed: int, *numbers: int) -> int:
@@ -130,7 +151,7 @@ class ReducedMetrics:
     """A step's metrics and flags after the all-reduce: the same on every rank."""
 
     loss: float
-    """Mean over the step's trained tokens, without the router loss."""
+    """Mean over the step's trained tokens, or pairs, without the router loss."""
     grad_norm: float | None
     is_skipped: bool
     must_stop: bool
@@ -139,42 +160,51 @@ class ReducedMetrics:
     """Mean over micro-batches and ranks by their trained tokens, without its weight."""
     expert_load_max: float | None = None
     idle_experts_fraction: float | None = None
+    preference: PreferenceRecord | None = None
 
 
 def all_reduce_metrics(
     outcome: StepOutcome,
     *,
-    num_trained_tokens: int,
+    divisor: int,
     must_stop: bool,
     must_save: bool,
     routing: RoutingSums | None = None,
+    preference: Tensor | None = None,
 ) -> ReducedMetrics:
-    """Sum losses, flags and expert counts over ranks, in one collective and one read; a flag set on
-    one rank holds on all."""
+    """Sum losses, flags, rewards and expert counts over ranks, in one collective and one read; a
+    flag set on one rank holds on all."""
     loss = outcome.loss_sum.double()
     is_skipped = torch.as_tensor(outcome.update.is_skipped, dtype=loss.dtype, device=loss.device)
     router_loss = loss.new_zeros(())
-    counts = loss.new_zeros(0)
+    counts = rewards = loss.new_zeros(0)
+    if preference is not None:
+        rewards = preference.double()
     if routing is not None:
         router_loss = routing.router_loss.double()
         counts = routing.expert_tokens.reshape(-1).double()
     flags = loss.new_tensor([float(must_stop), float(must_save)])
-    values = torch.cat([torch.stack([loss, is_skipped, router_loss]), flags, counts])
+    values = torch.cat([torch.stack([loss, is_skipped, router_loss]), flags, rewards, counts])
     if dist.is_initialized():
         dist.all_reduce(values)
-    sums, loads = values[:5], values[5:]
+    num_fixed, num_rewards = 5, len(rewards)
+    sums, rewards = values[:num_fixed], values[num_fixed : num_fixed + num_rewards]
+    loads = values[num_fixed + num_rewards :]
     if routing is not None and len(loads):
         loads = measure_loads(loads.view(routing.expert_tokens.shape))
-    loss_sum, skipped, router_sum, stop, save, *measured = torch.cat([sums, loads]).tolist()
+    read: list[float] = torch.cat([sums, rewards, loads]).tolist()
+    loss_sum, skipped, router_sum, stop, save = read[:num_fixed]
+    described, measured = read[num_fixed:][:num_rewards], read[num_fixed + num_rewards :]
     norm = outcome.update.grad_norm
     weight = 0.0 if routing is None else routing.loss_weight
     return ReducedMetrics(
-        loss=(loss_sum - weight * router_sum) / num_trained_tokens,
+        loss=(loss_sum - weight * router_sum) / divisor,
         grad_norm=None if norm is None else float(norm),
         is_skipped=skipped > 0,
         must_stop=stop > 0,
         must_save=save > 0,
-        router_loss=router_sum / num_trained_tokens if weight else None,
+        router_loss=router_sum / divisor if weight else None,
         expert_load_max=measured[0] if measured else None,
         idle_experts_fraction=measured[1] if measured else None,
+        preference=None if preference is None else describe_rewards(described),
     )

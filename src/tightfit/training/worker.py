@@ -25,6 +25,7 @@ from tightfit.core.settings import Method
 from tightfit.core.strategy import MEMORY_VARIABLE
 from tightfit.core.text import disarm
 from tightfit.runs.run_folder import RunFolder, RunState, RunStatus
+from tightfit.runtime.compile_cache import keep_compiled_code
 from tightfit.runtime.libraries import fast_imports, silence_libraries
 
 if TYPE_CHECKING:
@@ -93,6 +94,7 @@ class Worker:
                 f"{self._run.plan_path} says what would run, but not on which data.",
                 remedy="tightfit train RECIPE.YAML",
             )
+        keep_compiled_code()
         with fast_imports([plan.strategy]):
             from transformers import AutoModelForCausalLM  # noqa: F401
 

@@ -25,7 +25,8 @@ from tightfit.runtime.libraries import silence_libraries
 from tightfit.runtime.load import build_model, finish_load, load_base, read_config, read_model
 from tightfit.runtime.staged import prefer_staged
 from tightfit.training.distributed import DistContext, init_single_process_group
-from tightfit.training.model import Objective, build_optimizer, prepare_model
+from tightfit.training.model import build_optimizer, prepare_model
+from tightfit.training.preference import build_objective
 from tightfit.training.step import Update
 
 # DeepSpeed config: every number that the memory estimate depends on is explicit
@@ -286,7 +287,7 @@ def build_zero_engine(plan: Plan, context: DistContext) -> ZeroEngine:
     else:
         base = load_base(folder, strategy, context.device, random_weights=training.random_weights)
     model = prepare_model(base, strategy, training)
-    objective = Objective.from_strategy(model, strategy)
+    objective = build_objective(model, strategy, training)
     if is_zero3 and strategy.loss is Loss.FUSED:
         # The fused loss reads the head's weight without calling the head, whose hook gathers it.
         deepspeed.zero.register_external_parameter(objective, model.get_output_embeddings().weight)

@@ -10,6 +10,7 @@ from scripted_engine import ScriptedEngine, ScriptedPrompter
 from tightfit.api.ui import explore_without_paths
 from tightfit.core.sampling import Sampling
 from tightfit.data.formats import Message
+from tightfit.data.tools import Tool
 from tightfit.engines.protocol import Engine
 from tightfit.serving.page.app import Page, PageVerbs, make_app, serve_app
 from tightfit.serving.page.models import PageModels
@@ -26,8 +27,8 @@ class NamedPrompter(ScriptedPrompter):
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def ask(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        return (*super().ask(messages), *map(ord, f" says {self.name} "))
+    def ask(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> tuple[int, ...]:
+        return (*super().ask(messages, tools), *map(ord, f" says {self.name} "))
 
 
 def opener(name: str, token_seconds: float) -> Callable[[], Engine]:

@@ -13,8 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoConfig
 
 from allocator_reports import Told, listening
+from tightfit.core.objectives import Objective
 from tightfit.core.settings import Sharding
 from tightfit.core.strategy import Strategy
 from tightfit.trace.caching_allocator import find_peak
@@ -35,7 +37,8 @@ from tightfit.training.tracing.engine import (
     record_fsdp,
     shard_fake,
 )
-from tightfit.training.tracing.trace import make_fake_batch
+from tightfit.training.tracing.job import TraceJob
+from tightfit.training.tracing.trace import make_fake_batch, make_real_batch
 
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -64,6 +67,19 @@ DDP_CASES: list[dict[str, Any]] = [
     {"method": "full", "sharding": "ddp", "grad_accum": 2},
     {"method": "lora", "sharding": "ddp", "checkpointing": False},
 ]
+_PLAIN = {"sharding": "single", "gpus_per_node": 1}
+PREFERENCE_CASES: list[dict[str, Any]] = [
+    {"objective": "dpo", "loss": "fused", "grad_accum": 2, **_PLAIN},
+    {"objective": "ipo", "method": "full", "weights": "fp32", "loss": "chunked", **_PLAIN},
+    {"objective": "orpo", "loss": "plain", "checkpointing": False, **_PLAIN},
+    {"objective": "kto", "loss": "fused", "precompute_reference": True, **_PLAIN},
+    {"objective": "kto", "loss": "fused", "gpus_per_node": 4},
+    {
+        **{"objective": "dpo", "method": "full", "precompute_reference": True},
+        **{"loss": "plain", "sharding": "fsdp-grad-op"},
+    },
+    {"objective": "simpo", "loss": "fused", "sharding": "ddp", "grad_accum": 2},
+]
 
 
 class NoWorkspace(GpuEmulation):
@@ -88,13 +104,16 @@ def make_skeleton(folder: Path, strategy: Strategy) -> tuple[Any, Any]:
 
 
 def make_rows(strategy: Strategy) -> dict[str, torch.Tensor]:
+    if strategy.objective is not Objective.SFT:
+        job = TraceJob(config=CONFIG, strategy=strategy, compute_capability=None)
+        return make_real_batch(job, AutoConfig.for_model(**CONFIG))
     ids = torch.ones((strategy.micro_batch, strategy.seq_len), dtype=torch.long)
     return {"input_ids": ids, "labels": ids.clone()}
 
 
 def run_two_steps(engine: Any, batch: dict[str, torch.Tensor]) -> None:
     accumulated = engine.strategy.grad_accum
-    numbers: Any = {"num_trained_tokens": 1, "learning_rate": 1e-5, "seeds": [0] * accumulated}
+    numbers: Any = {"divisor": 1, "learning_rate": 1e-5, "seeds": [0] * accumulated}
     for _ in range(2):
         outcome = train_step(engine, [batch] * accumulated, **numbers)
         assert outcome.update.is_skipped is not True
@@ -160,6 +179,10 @@ def shard(module: Any, strategy: Strategy, context: DistContext) -> Any:
     return module
 
 
+def place(module: Any, _strategy: Strategy, _context: DistContext) -> Any:
+    return module.to_empty(device=CPU)
+
+
 def copy_everywhere(module: Any, _strategy: Strategy, context: DistContext) -> Any:
     module.to_empty(device=CPU)
     return replicate(module, context)
@@ -177,6 +200,17 @@ def test_a_trace_of_shards_is_what_real_tensors_take(
 def test_buckets_are_those_of_ddp(tmp_path: Path, changes: dict[str, Any]) -> None:
     strategy = make_strategy(**changes)
     compare(record(tmp_path, strategy), run_for_real(tmp_path, strategy, copy_everywhere))
+
+
+@pytest.mark.parametrize("changes", PREFERENCE_CASES)
+def test_a_trace_of_preferences_is_what_real_tensors_take(
+    tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    strategy = make_strategy(**changes)
+    wrap: Callable[..., Any] = shard if strategy.sharding.is_fsdp else place
+    if strategy.sharding is Sharding.DDP:
+        wrap = copy_everywhere
+    compare(record(tmp_path, strategy), run_for_real(tmp_path, strategy, wrap))
 
 
 def compare(traced: Recording, told: Told) -> None:

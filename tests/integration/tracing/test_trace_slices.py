@@ -43,7 +43,9 @@ def test_a_slice_is_as_wide_as_asked_and_counted_so(factor: int) -> None:
     strategy = _strategy(factor)
     recording = _record(strategy)
     tokens = strategy.micro_batch * (strategy.seq_len - 1)  # the last of each row has no target
-    rows = count_chunk_tokens(SPEC, tokens=tokens, factor=factor)
+    rows = count_chunk_tokens(
+        tokens=tokens, hidden_size=SPEC.hidden_size, vocab_size=SPEC.vocab_size, factor=factor
+    )
     logits = {
         a.shape
         for a in recording.allocations

@@ -33,6 +33,7 @@ from tightfit.runtime.packed_experts import list_packed
 from tightfit.training.checkpoint import Progress, find_checkpoint, read_progress, write_checkpoint
 from tightfit.training.distributed import DistContext, destroy_dist_context, init_dist_context
 from tightfit.training.engine import build_engine
+from tightfit.training.reference import precompute_reference
 from tightfit.training.sharding import Sharder
 
 SHARDED: dict[str, dict[str, Any]] = {
@@ -59,6 +60,16 @@ SHARDED_MIXTURE: dict[str, dict[str, Any]] = {
     "fsdp": {"sharding": "fsdp"},
     "fsdp-recomputed": {"sharding": "fsdp", "checkpointing": True},
 }
+PREFERENCES: dict[str, dict[str, Any]] = {
+    "dpo": {"objective": "dpo", "method": "lora", "loss": "fused"},
+    "kto": {"objective": "kto", "method": "lora"},
+    "orpo": {"objective": "orpo", "method": "full", "loss": "fused"},
+}
+SHARDED_PREFERENCES: dict[str, dict[str, Any]] = {
+    "ddp": {"sharding": "ddp", "micro_batch": 1},
+    "fsdp": {"sharding": "fsdp", "checkpointing": True},
+}
+NUM_PREFERENCE_STEPS = 6
 FIRST_STOP, SECOND_STOP = 8, 14
 
 
@@ -112,6 +123,36 @@ def single(part: Part) -> None:
     trainer = part.trainer("lacking", **NEW_ROWS)
     part.keep("rows-single", trainer, trainer.train(0, NUM_STEPS))
     _train_mixture(part, "mixture-single", {})
+    _train_preferences(part, "single", {})
+
+
+def _train_preferences(part: Part, suffix: str, changes: dict[str, Any]) -> None:
+    """Steps with the reference in each; and its log-probabilities computed before."""
+    for name, stated in PREFERENCES.items():
+        kind = "labelled" if name == "kto" else "pairs"
+        part.store = TokenStore(part.folder / kind / "train")
+        trainer = part.trainer(**(stated | changes))
+        key = f"{name}-{suffix}"
+        if name != "orpo":
+            found = precompute_reference(
+                trainer.engine, trainer.store, trainer.maker, trainer.plan, part.context
+            )
+        losses = trainer.train(0, NUM_PREFERENCE_STEPS)
+        part.keep(key, trainer, losses)
+        records = [step.preference.model_dump() for step in trainer.metrics if step.preference]
+        part.notes[key]["preference"] = records
+        if name == "orpo":
+            continue
+        # The adapters have learnt, and the reference is still the base.
+        again = precompute_reference(
+            trainer.engine, trainer.store, trainer.maker, trainer.plan, part.context
+        )
+        part.notes[key]["reference"] = found.rows.tolist()
+        assert (again.rows == found.rows).all()  # read, not computed
+        trainer = part.trainer(**(stated | changes | {"precompute_reference": True}))
+        trainer.maker.reference = found
+        part.notes[key]["precomputed"] = trainer.train(0, NUM_PREFERENCE_STEPS)
+    part.store = TokenStore(part.folder / "store" / "train")
 
 
 def _train_mixture(part: Part, name: str, changes: dict[str, Any]) -> None:
@@ -138,6 +179,8 @@ def many(part: Part) -> None:
         part.notes[f"{method}-{name}"]["wrapping"] = wrapping
     for name, changes in SHARDED_MIXTURE.items():
         _train_mixture(part, f"mixture-{name}", changes)
+    for name, changes in SHARDED_PREFERENCES.items():
+        _train_preferences(part, name, changes)
     part.notes["overflow"] = _overflow_on_one_rank(part)
     part.notes["packed"] = _pack(part, "model")
     part.notes["packed-mixture"] = _pack(part, "mixture")

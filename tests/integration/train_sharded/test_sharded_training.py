@@ -12,9 +12,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from shard_worker import CASES, SHARDED_MIXTURE
+from shard_worker import (
+    CASES,
+    NUM_PREFERENCE_STEPS,
+    PREFERENCES,
+    SHARDED_MIXTURE,
+    SHARDED_PREFERENCES,
+)
 
 from shard_cases import NUM_STEPS, VOCABULARY, make_mixture, make_model, make_store
+from tightfit.core.objectives import ExampleKind
 
 WORKER = Path(__file__).with_name("shard_worker.py")
 METHODS = ("full", "lora")
@@ -52,6 +59,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_model(folder / "model")
     make_model(folder / "lacking", vocab_size=VOCABULARY - 8)
     make_mixture(folder / "mixture")
+    make_store(folder / "pairs", num_rows=22, example=ExampleKind.PAIR)
+    make_store(folder / "labelled", example=ExampleKind.LABELLED)
     make_model(folder / "large", hidden_size=512, intermediate_size=1536, num_hidden_layers=16)
     started = [("single", _start("single", folder, 1)), ("many", _start("many", folder, 2))]
     for part, process in started:
@@ -167,6 +176,23 @@ def test_an_overflow_on_one_rank_is_skipped_by_all(folder: Path) -> None:
         assert overflow["scale_fraction"] == 0.5
     losses = [_notes(folder, "many", rank)["overflow"]["losses"] for rank in (0, 1)]
     assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("sharding", SHARDED_PREFERENCES)
+@pytest.mark.parametrize("name", PREFERENCES)
+def test_preferences_are_those_of_one_process(folder: Path, name: str, sharding: str) -> None:
+    """Losses, rewards, KL and weights; and with the reference computed before, the same losses."""
+    alone = _notes(folder, "single")[f"{name}-single"]
+    many = _notes(folder, "many")[f"{name}-{sharding}"]
+
+    assert many["losses"] == pytest.approx(alone["losses"], abs=TOLERANCE)
+    assert len(many["preference"]) == NUM_PREFERENCE_STEPS
+    for ours, theirs in zip(many["preference"], alone["preference"], strict=True):
+        assert ours == pytest.approx(theirs, abs=TOLERANCE)
+    _assert_same_tensors(folder, f"{name}-{sharding}", f"{name}-single")
+    if name != "orpo":
+        assert many["precomputed"] == pytest.approx(many["losses"], abs=TOLERANCE)
+        assert many["reference"] == pytest.approx(alone["reference"], abs=1e-3)
 
 
 @pytest.mark.parametrize(("name", "matrices"), [("packed", 4 * 7), ("packed-mixture", 2 * (4 + 2))])

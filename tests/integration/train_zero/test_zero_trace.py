@@ -86,7 +86,7 @@ def trace_steps(folder: Path, strategy: Strategy) -> tuple[int, int]:
     rows = make_rows(strategy)
     recorder = Recorder(NoWorkspace(), vocab_size=CONFIG["vocab_size"])
     accumulated = strategy.grad_accum
-    numbers: Any = {"num_trained_tokens": 1, "learning_rate": 1e-5, "seeds": [0] * accumulated}
+    numbers: Any = {"divisor": 1, "learning_rate": 1e-5, "seeds": [0] * accumulated}
     with (
         fake_process_group(strategy) as context,
         FakeTensorMode(allow_non_fake_inputs=True),

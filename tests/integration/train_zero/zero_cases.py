@@ -170,7 +170,7 @@ def run_step(engine: Any, step: int, training: Training, *, rank: int, num_ranks
     return train_step(
         engine,
         mine,
-        num_trained_tokens=count_trained(batches),
+        divisor=count_trained(batches),
         learning_rate=learning_rate_at(step, NUM_STEPS, training),
         seeds=tuple(mix_seed(training.seed, step, number, rank) for number in range(len(mine))),
     )

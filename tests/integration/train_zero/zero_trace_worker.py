@@ -39,7 +39,7 @@ def run(model: Path, strategy: Strategy, context: DistContext) -> Told:
     case = Case(sharding=strategy.sharding, method=strategy.method, num_ranks=WORLD_SIZE)
     plan = make_plan(model, case).model_copy(update={"strategy": strategy})
     accumulated = strategy.grad_accum
-    numbers: Any = {"num_trained_tokens": 1, "learning_rate": 1e-5, "seeds": [0] * accumulated}
+    numbers: Any = {"divisor": 1, "learning_rate": 1e-5, "seeds": [0] * accumulated}
     with listening() as reported:
         rows = make_rows(strategy)
         engine = build_zero_engine(plan, context)

@@ -29,6 +29,9 @@ JOBS: dict[str, dict[str, Any]] = {
         "settings": ["sharding=ddp", "optimizer=adamw-8bit"],
     },
     "old-card": {"method": "lora", "on": "V100-32GB"},
+    "dpo": {"method": "lora", "on": "A100-80GB", "objective": "dpo"},
+    "ipo": {"method": "full", "on": "4xA100-80GB", "objective": "ipo"},
+    "kto": {"method": "qlora", "on": "RTX-4090", "objective": "kto"},
 }
 
 
@@ -40,14 +43,19 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", JOBS)
 def test_trl_and_accelerate_read_every_key(name: str, tmp_path: Path) -> None:
     from accelerate.commands.config.config_args import load_config_from_file
-    from trl import ModelConfig, ScriptArguments, SFTConfig, TrlParser
+    from trl import DPOConfig, KTOConfig, ModelConfig, ScriptArguments, SFTConfig, TrlParser
 
     found = plan(MODEL, trainer="trl", **JOBS[name]).best
     strategy, files = found.strategy, list_config_files(found, tmp_path / "plan.json")
     for path, text in files.items():
         path.write_text(text)
     keys = yaml.safe_load((tmp_path / "plan.trl.yaml").read_text())
-    types: Any = (ScriptArguments, SFTConfig, ModelConfig)
+    configs = {"sft": SFTConfig, "kto": KTOConfig}
+    types: Any = (
+        ScriptArguments,
+        configs.get(strategy.objective.value, DPOConfig),
+        ModelConfig,
+    )
     known = {field for kind in types for field in kind.__dataclass_fields__}
     assert set(keys) <= known
     # The precision is of the card, which is not here.
@@ -63,6 +71,11 @@ def test_trl_and_accelerate_read_every_key(name: str, tmp_path: Path) -> None:
     assert training.gradient_accumulation_steps == strategy.grad_accum
     assert training.max_length == strategy.seq_len
     assert training.gradient_checkpointing == strategy.checkpointing
+    if strategy.objective.value != "sft":
+        assert training.precompute_ref_log_probs == strategy.precompute_reference
+        assert training.learning_rate < 1e-5
+    if strategy.objective.value == "ipo":
+        assert training.loss_type == ["ipo"]
     assert model.use_peft == (strategy.method.value == "lora")
     assert model.load_in_4bit == (strategy.weights.value == "nf4")
 

@@ -11,6 +11,7 @@ import pytest
 
 from machine_pace import allow
 from tightfit.core.errors import InvalidInputError
+from tightfit.core.objectives import ExampleKind
 from tightfit.data.profile import TOKENS_PER_MESSAGE, TOKENS_PER_ROW, profile_dataset
 from tightfit.data.readers import ReadProgress
 
@@ -62,6 +63,45 @@ def test_numbers_of_a_small_set(tmp_path: Path, model_folder: Path) -> None:
     assert profile.packing_waste_fraction == pytest.approx(1 - 120 / 150)
     assert profile.padding_waste_fraction["1"] == pytest.approx(0.0)
     assert profile.padding_waste_fraction["4"] == pytest.approx(1 - 120 / 200)
+
+
+def write_pairs(path: Path, sizes: list[tuple[int, int, int]]) -> Path:
+    """Prompts with a chosen and a rejected answer of so many words each."""
+    rows = [
+        {"prompt": "a " * prompt, "chosen": "b " * chosen, "rejected": "c " * rejected}
+        for prompt, chosen, rejected in sizes
+    ]
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    return path
+
+
+def test_a_pair_is_as_long_as_its_longer_answer(tmp_path: Path, model_folder: Path) -> None:
+    """And the prompt is read with both."""
+    path = write_pairs(tmp_path / "a.jsonl", [(4, 5, 9), (9, 20, 10), (30, 40, 2)])
+
+    profile = profile_dataset(path, seq_len=50, model=str(model_folder), example=ExampleKind.PAIR)
+
+    assert (profile.format, profile.num_rows) == ("pairs", 3)
+    # 24, 40, 81 cut to 50; the shorter ones 20, 30 and 43
+    assert profile.mean_tokens == pytest.approx((24 + 40 + 50) / 3)
+    assert profile.max_tokens == 50
+    assert profile.num_tokens == 24 + 40 + 50 + 20 + 30 + 43
+    # answers with their end, less what is cut off
+    assert profile.num_trained_tokens == 6 + 10 + 21 + 11 + (41 - 31) + 3
+    assert (profile.longest_row_tokens, profile.num_truncated, profile.num_lost_tokens) == (
+        *(81, 1, 31),
+    )
+
+
+def test_a_pair_is_two_labelled_answers(tmp_path: Path, model_folder: Path) -> None:
+    path = write_pairs(tmp_path / "a.jsonl", [(4, 5, 9), (9, 20, 10)])
+
+    profile = profile_dataset(
+        path, seq_len=50, model=str(model_folder), example=ExampleKind.LABELLED
+    )
+
+    assert (profile.num_rows, profile.num_tokens) == (4, 24 + 40 + 20 + 30)
+    assert profile.mean_tokens == pytest.approx((24 + 40 + 20 + 30) / 4)
 
 
 def test_text_is_trained_whole(tmp_path: Path, model_folder: Path) -> None:

@@ -350,3 +350,13 @@ def test_templates_cannot_leave_the_sandbox(escape: str, tmp_path: Path) -> None
     render: Callable[[], object] = lambda: renderer.rows(CHAT)  # noqa: E731
     with pytest.raises(TemplateRenderError):
         render()
+
+
+def test_reasoning_is_text_before_the_answer_where_the_template_has_no_field() -> None:
+    tokenizer = model("chatml")
+    chat = [CHAT[0], Message("assistant", "Paris.", reasoning="I know it")]
+
+    [row], _, _ = encode(tokenizer, chat)
+
+    [text] = trained_texts(row, tokenizer)
+    assert text == "<think>\nI know it\n</think>\n\nParis.<|im_end|>"

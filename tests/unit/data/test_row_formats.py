@@ -114,7 +114,9 @@ def test_messages_keep_order_and_roles() -> None:
 
 def test_a_tool_call_without_content_counts_its_call() -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "find"}}]}
-    row = row_of({"messages": [{"role": "user", "content": "a"}, call]})
+    row = row_of(
+        {"messages": [{"role": "user", "content": "a"}, call], "tools": [{"name": "find"}]}
+    )
 
     assert "find" in FORMATS["chat"].to_turns(row).answer
 
@@ -172,4 +174,5 @@ def test_reasoning_stands_before_the_answer_it_led_to(tmp_path: Path) -> None:
     messages = recognise_format(row).to_messages(row)
 
     assert messages[0].content == "2 + 2?"
-    assert messages[1].content == "<think>\n2 and 2\n</think>\n\n4"
+    assert messages[1].reasoning == "2 and 2"
+    assert messages[1].content == "4"

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tightfit.core.objectives import ExampleKind
 from tightfit.core.profiles import DataProfile
 from tightfit.data.profile import profile_from_store
 from tightfit.data.token_store import (
@@ -78,3 +79,18 @@ def test_an_encoder_decoder_has_both_sides(tmp_path: Path) -> None:
 def test_the_smallest_vocabularies_are_drawn_from(tmp_path: Path, vocab_size: int) -> None:
     store = write_synthetic(tmp_path / "rows", [8], vocab_size=vocab_size, seq_len=8)
     assert 0 <= store.find_highest_token() < vocab_size
+
+
+def test_pairs_and_labelled_answers_are_as_long_as_asked(tmp_path: Path) -> None:
+    lengths = [10, 20, 30]
+    pairs = write_synthetic(
+        tmp_path / "pairs", lengths, vocab_size=100, seq_len=32, example=ExampleKind.PAIR
+    )
+    profile = profile_from_store(pairs)
+    assert pairs.lengths.tolist() == [10, 10, 20, 20, 30, 30]
+    assert (profile.num_rows, profile.mean_tokens, profile.num_tokens) == (3, 20.0, 120)
+    labelled = write_synthetic(
+        tmp_path / "labelled", lengths, vocab_size=100, seq_len=32, example=ExampleKind.LABELLED
+    )
+    assert labelled.is_good is not None
+    assert labelled.is_good.tolist() == [True, False, True]

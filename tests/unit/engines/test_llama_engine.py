@@ -130,6 +130,23 @@ def test_characters_of_several_tokens_come_whole(engine: Engine) -> None:
     assert num_unnamed > 0  # some tokens ended inside a character, or this tests nothing
 
 
+def test_control_tokens_have_a_text_only_where_they_are_kept(engine: Engine) -> None:
+    """Calls of Mistral, gpt-oss and Gemma are written with control tokens."""
+    prompter = engine.prompter
+    kept = tuple(sorted(prompter.control_ids))
+    names = [prompter.tokenizer.token_name(token) for token in kept]
+    found = {(): 0, kept: 0}
+    for control in found:
+        for seed, prompt in enumerate(PROMPTS[:6]):
+            sampling = greedy(40, temperature=2.0, seed=seed)
+            request = Request(prompt=prompt, sampling=sampling, kept_control=control)
+            text = answer(engine, request).text
+            found[control] += sum(text.count(name) for name in names)
+
+    assert found[()] == 0
+    assert found[kept] > 0
+
+
 def test_a_stop_text_ends_the_answer_before_it(engine: Engine) -> None:
     whole = answer(engine, Request(prompt=PROMPTS[2], sampling=greedy(40)))
     at = next(n for n in range(4, len(whole.text) - 3) if whole.text[n : n + 2].isascii())

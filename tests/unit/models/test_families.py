@@ -19,6 +19,7 @@ from tightfit.core.attention import AttentionFeature
 from tightfit.models.attention import needs_of, read_attention_extras
 from tightfit.models.config import read_config
 from tightfit.models.families.registry import FAMILIES, find_family
+from tightfit.runtime.packed_masks import hand_positions_to_masks
 from tiny_configs import TINY
 
 WITHOUT_A_CLASS = {"baichuan", "chatglm", "qwen", "RefinedWeb", "RefinedWebModel"}
@@ -93,17 +94,25 @@ DECODERS = [name for name in TINY if name not in ("t5", "mt5")]
 def test_documents_in_a_row_stay_apart_where_the_record_says_so(model_type: str) -> None:
     """By their positions alone, which the mask reads, without a kernel that is given bounds."""
     config = {"model_type": model_type} | TINY[model_type]
-    can_pack = needs_of(read_config(config, name="", source="")).can_pack(is_varlen=False)
+    can_pack = needs_of(read_config(config, name="", source="")).can_pack
     model = _make_model(model_type)
+    is_helped = not find_family(model_type).mask_reads_positions
     documents = [torch.randint(3, 64, (size,)) for size in (7, 3, 9)]
     positions = torch.cat([torch.arange(len(document)) for document in documents])[None]
     extra = {"position_ids": positions} if "position_ids" in _parameters(model) else {}
     with torch.no_grad():
-        packed = model(input_ids=torch.cat(documents)[None], **extra).logits[0]
+        row = torch.cat(documents)[None]
+        mixed = model(input_ids=row, **extra).logits[0]
+        if is_helped:  # as for training
+            hand_positions_to_masks(model)
+            extra = {"position_ids": positions}
+        packed = model(input_ids=row, **extra).logits[0]
         apart = torch.cat([model(input_ids=document[None]).logits[0] for document in documents])
 
     difference = float((packed - apart).abs().max())
     assert difference < 1e-4 if can_pack else difference > 1e-2
+    if is_helped:
+        assert float((mixed - apart).abs().max()) > 1e-2, "its masks read positions now"
 
 
 def _parameters(model: Any) -> Any:

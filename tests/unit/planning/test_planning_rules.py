@@ -52,11 +52,6 @@ def _case(
     return Case(spec=resolve_model(model), strategy=strategy, node=node, num_nodes=num_nodes)
 
 
-def _as_opt(case: Case) -> Case:
-    changes = {"model_type": "opt", "attention_extras": ()}
-    return case._replace(spec=case.spec.model_copy(update=changes))
-
-
 def _without_capability(case: Case) -> Case:
     """A card older than any in the catalogue that torch still runs on."""
     gpu = case.gpu.model_copy(update={"compute_capability": (5, 0), "name": "Maxwell"})
@@ -184,6 +179,30 @@ CASES: dict[str, tuple[Callable[[], Case], Callable[[], Case]]] = {
         lambda: _case({"router_loss_weight": 0.01, "trainer": "trl@1.16"}, model="Mixtral-8x7B"),
         lambda: _case({"trainer": "trl@1.16"}, model="Mixtral-8x7B"),
     ),
+    "objective-method": (
+        lambda: _case({"objective": "kto", "method": "load"}),
+        lambda: _case({"method": "load"}),
+    ),
+    "objective-family": (
+        lambda: _case({"objective": "dpo"}, model="t5-base"),
+        lambda: _case({"objective": "dpo"}),
+    ),
+    "objective-loss": (
+        lambda: _case({"objective": "orpo", "loss": "kernel"}),
+        lambda: _case({"objective": "orpo", "loss": "fused"}),
+    ),
+    "objective-zero3": (
+        lambda: _case({"objective": "dpo", "sharding": "zero3"}),
+        lambda: _case({"objective": "dpo", "sharding": "zero3", "precompute_reference": True}),
+    ),
+    "reference-copy-sharded": (
+        lambda: _case({"objective": "ipo", "method": "full", "sharding": "zero2"}),
+        lambda: _case({"objective": "ipo", "method": "full", "sharding": "ddp"}),
+    ),
+    "reference-objective": (
+        lambda: _case({"objective": "simpo", "precompute_reference": True}),
+        lambda: _case({"objective": "kto", "precompute_reference": True}),
+    ),
     "new-tokens-encoder": (
         lambda: _case({"add_tokens": ("<a>",)}, model="t5-base"),
         lambda: _case({"add_tokens": ("<a>",)}),
@@ -220,13 +239,13 @@ CASES: dict[str, tuple[Callable[[], Case], Callable[[], Case]]] = {
         lambda: _case({"packing": True}, model="t5-base"),
         lambda: _case({"packing": True}, model="gpt2"),
     ),
-    "packing-family": (
-        lambda: _case({"packing": True}, model="bloom-1b7"),
-        lambda: _case({"packing": False}, model="bloom-1b7"),
+    "packing-kto": (
+        lambda: _case({"packing": True, "objective": "kto"}, model="gpt2"),
+        lambda: _case({"packing": True, "objective": "dpo"}, model="gpt2"),
     ),
-    "packing-opt": (
-        lambda: _as_opt(_case(_BF16 | {"packing": True, "attention": "eager"}, model="gpt2")),
-        lambda: _as_opt(_case(_BF16 | {"packing": True, "attention": "sdpa"}, model="gpt2")),
+    "packing-family": (
+        lambda: _case({"packing": True}, model="Qwen3-Next-80B-A3B-Instruct"),
+        lambda: _case({"packing": True}, model="bloom-1b7"),
     ),
     "packing-mask": (
         lambda: _case(_FP16 | {"packing": True, "attention": "sdpa"}, gpu="T4"),

@@ -18,6 +18,7 @@ from transformers import AutoConfig
 
 from tightfit.core.attention import Attention
 from tightfit.core.errors import UserError
+from tightfit.core.objectives import Objective
 from tightfit.core.profiles import DataProfile
 from tightfit.core.settings import Offload, Sharding
 from tightfit.core.strategy import Strategy
@@ -32,6 +33,9 @@ from tightfit.planning.space import Layout, enumerate_strategies
 from tightfit.runtime import attention
 from tightfit.runtime.attention import VarlenKernel, check_packing, resolve_attention
 from tightfit.runtime.kernels.liger import check_liger
+from tightfit.training.distributed import DistContext
+from tightfit.training.engine import _check_plan
+from tightfit.training.tracing.engine import FAKE_DEVICE
 
 CARDS = ("CPU", "T4", "V100-32GB", "A100-80GB", "RTX 4090", "H100-80GB")
 TYPES_WITHOUT_A_CLASS = {"baichuan", "chatglm", "qwen", "RefinedWeb", "RefinedWebModel"}
@@ -88,9 +92,9 @@ def check(row: CatalogueRow, strategy: Strategy, group: NodeGroup) -> None:
         strategy,
         has_varlen=not gpu.is_cpu and capability >= Attention.FLASH.record.min_capability,
     )
-    implementation = resolve_attention(config, name)
+    resolve_attention(config, name)
     if strategy.packing:
-        check_packing(config, implementation)
+        check_packing(config)
     if strategy.fused_kernels:
         check_liger(config)
 
@@ -139,3 +143,24 @@ def test_the_first_plan_runs(model: str, profile: DataProfile | None) -> None:
     request = JobRequest(spec=load_row(row), profile=profile)
     plan = search(request, make_cluster((1, group.node.gpu)), num_plans=1).plans[0]
     check(row, plan.strategy, group)
+
+
+@pytest.mark.parametrize("objective", [one for one in Objective if one is not Objective.SFT])
+def test_no_legal_way_to_learn_preferences_is_refused(objective: Objective) -> None:
+    """Asked as a worker asks it, on four cards, of every sharding, method and kind of reference."""
+    row = next(row for row in list_models() if row.model.endswith("Llama-3.2-1B"))
+    spec, group = load_row(row), make_cluster((4, "A100-80GB")).groups[0]
+    request = JobRequest(spec=spec, profile=SHORT_ROWS, fixed={"objective": objective})
+    context = DistContext(
+        rank=0, local_rank=0, world_size=4, local_world_size=4, device=FAKE_DEVICE
+    )
+    layout = Layout(group=group, num_nodes=1, gpus_per_node=4)
+    found = set()
+    for strategy in enumerate_strategies(request, layout):
+        case = Case(spec=spec, strategy=strategy, node=group.node, num_nodes=1)
+        if find_first_violation(case) is None:
+            _check_plan(strategy, context)
+            found.add((strategy.sharding, strategy.method, strategy.runs_reference))
+    kinds = {(method, runs) for _, method, runs in found}
+    assert len({sharding for sharding, _, _ in found}) >= 5
+    assert len(kinds) == (4 if objective.record.needs_reference else 2)

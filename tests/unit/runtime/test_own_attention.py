@@ -15,8 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
 
 from tightfit.core.attention import Attention
 from tightfit.runtime import flex_attention
-from tightfit.runtime.attention import CAUSAL, REPEAT, register_attention
+from tightfit.runtime.attention import CAUSAL, CAUSAL_REPEAT, REPEAT, register_attention
 from tightfit.runtime.own_attention import accept_kernels, use_own_attention
+from tightfit.runtime.packed_masks import hand_positions_to_masks
 from tiny_configs import tiny_config
 
 FLEX = Attention.FLEX.implementation_name
@@ -95,17 +96,62 @@ def test_alibi_of_any_number_of_heads(model_type: str, heads: str, num_heads: in
     torch.testing.assert_close(ours, logits(make_model(model_type, "eager", **fields)))
 
 
-@pytest.mark.parametrize(
-    ("model_type", "is_packed"),
-    [
-        *((name, False) for name in ("gemma2", "gemma3_text", "gpt_oss", "mistral")),
-        # The mask of gpt-oss does not read positions, so the planner refuses to pack its rows.
-        *((name, True) for name in ("gemma2", "gemma3_text", "mistral")),
-    ],
-)
+@pytest.mark.parametrize("is_packed", [False, True])
+@pytest.mark.parametrize("model_type", ["gemma2", "gemma3_text", "gpt_oss", "mistral"])
 def test_flex_attention_is_eager_attention(model_type: str, is_packed: bool) -> None:
-    """Softcaps, windows and sinks; packed documents where the family's mask knows them."""
+    """Softcaps, windows and sinks, and packed documents."""
     positions = torch.cat([torch.arange(length) for length in (25, 15)]).expand(2, -1)
     inputs = {"position_ids": positions} if is_packed else {}
-    ours = logits(make_model(model_type, FLEX), **inputs)
-    torch.testing.assert_close(ours, logits(make_model(model_type, "eager"), **inputs))
+    models = [make_model(model_type, name) for name in (FLEX, "eager")]
+    for model in models:
+        hand_positions_to_masks(model)
+    ours, eager = (logits(model, **inputs) for model in models)
+    torch.testing.assert_close(ours, eager)
+
+
+PACKED_MODELS = [
+    *(("falcon", name, FALCON_SHAPES["7b"]) for name in (CAUSAL, CAUSAL_REPEAT, "eager")),
+    ("falcon", CAUSAL_REPEAT, FALCON_SHAPES["40b"]),
+    *(("falcon", name, FALCON_SHAPES["rw"]) for name in (CAUSAL, "sdpa")),
+    *((family, name, {}) for family in ("bloom", "mpt") for name in (CAUSAL, "eager")),
+    *((family, name, {}) for family in ("gpt_oss", "opt") for name in ("eager", FLEX)),
+]
+
+
+@pytest.mark.parametrize(("model_type", "attention", "fields"), PACKED_MODELS)
+def test_packed_documents_are_answered_as_alone(
+    model_type: str, attention: str, fields: dict[str, Any]
+) -> None:
+    """Rows of several documents, in families whose own code makes masks without positions: their
+    answers, and where there is a backward pass on a CPU their gradients."""
+    model = make_model(model_type, attention, **fields)
+    hand_positions_to_masks(model)
+    generator = torch.Generator().manual_seed(2)
+    rows = [
+        [torch.randint(3, 64, (size,), generator=generator) for size in sizes]
+        for sizes in ((11, 1, 14), (20, 6), (26,))
+    ]
+    ids = torch.stack([torch.cat(row) for row in rows])
+    positions = torch.stack([torch.cat([torch.arange(len(d)) for d in row]) for row in rows])
+    has_gradients = attention not in (FLEX, CAUSAL) or fields is FALCON_SHAPES["7b"]
+    with torch.set_grad_enabled(has_gradients):
+        packed = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        alone = [model(input_ids=d[None], use_cache=False).logits[0] for row in rows for d in row]
+    torch.testing.assert_close(packed.flatten(0, 1), torch.cat(alone), atol=1e-4, rtol=1e-4)
+    mixed = logits_of(model, ids)
+    assert float((mixed - packed.detach()).abs().max()) > 1e-2
+    if has_gradients:
+        weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        targets = torch.rand(packed.shape, generator=generator)
+        of_packed = torch.autograd.grad((packed * targets).sum(), weights, allow_unused=True)
+        of_alone = torch.autograd.grad(
+            (torch.cat(alone) * targets.flatten(0, 1)).sum(), weights, allow_unused=True
+        )
+        for ours, theirs in zip(of_packed, of_alone, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)
+
+
+def logits_of(model: Any, ids: Tensor) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model(input_ids=ids, use_cache=False).logits
+    return found

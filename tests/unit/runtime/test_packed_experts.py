@@ -15,17 +15,18 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tightfit.core.attention import Attention
 from tightfit.core.dtypes import Dtype
-from tightfit.core.settings import Method
+from tightfit.core.settings import ALL_LINEAR, EXPERTS, Method
 from tightfit.core.strategy import Quirks, Strategy, Training
 from tightfit.estimation.weights import count_quantized_values, estimate_weight_bytes
 from tightfit.export.merge import MergeRequest, merge_adapter
 from tightfit.models.config import read_config, read_config_file
 from tightfit.models.spec import Role
 from tightfit.runtime.adapters import add_adapters, load_adapter, save_adapter
+from tightfit.runtime.kernels import experts
 from tightfit.runtime.layers import dequantize_base
 from tightfit.runtime.load import load_base, load_meta
 from tightfit.runtime.model_files import Artefact, ArtefactKind
-from tightfit.runtime.packed_experts import list_packable, list_packed, unpack_all
+from tightfit.runtime.packed_experts import Packed, list_packable, list_packed, unpack_all
 from tiny_configs import TINY, tiny_config
 
 CPU = torch.device("cpu")
@@ -37,10 +38,13 @@ WIDE = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64
 """Rows that bitsandbytes packs rightly on a CPU."""
 
 
-def write_mixture(folder: Path, model_type: str) -> Path:
+def write_mixture(folder: Path, model_type: str, *, num_experts: int | None = None) -> Path:
     auto: Any = AutoConfig
     torch.manual_seed(0)
-    config = auto.for_model(**(tiny_config(model_type) | WIDE))
+    more = {} if num_experts is None else {"num_experts": num_experts}
+    if model_type == "gpt_oss" and more:
+        more = {"num_local_experts": num_experts}
+    config = auto.for_model(**(tiny_config(model_type) | WIDE | more))
     library: Any = AutoModelForCausalLM
     model: Any = library.from_config(config, dtype=torch.bfloat16)
     for parameter in model.parameters():
@@ -71,6 +75,47 @@ def test_codes_multiply_as_their_values(model_type: str, tmp_path: Path) -> None
     exact, wanted = loss_and_gradient(model)
     assert torch.equal(loss, exact)
     assert torch.equal(gradient, wanted)
+
+
+@pytest.mark.parametrize("double_quant", [True, False])
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "gpt_oss"])
+def test_few_tokens_unpack_the_chosen_experts_alone(
+    model_type: str, double_quant: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in generation; with adapters of experts too."""
+    strategy = NF4.model_copy(
+        update={
+            "method": Method.LORA,
+            "lora_targets": (ALL_LINEAR, EXPERTS),
+            "double_quant": double_quant,
+        }
+    )
+    folder = write_mixture(tmp_path / "model", model_type, num_experts=16)
+    training = Training(model_path=str(folder), learning_rate=1e-3)
+    model: Any = add_adapters(load_base(folder, strategy, CPU), strategy, training)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1)
+    unpacked: list[int] = []
+    unpack, choose = Packed.unpack, Packed.unpack_chosen
+
+    def count_all(packed: Packed, codes: Tensor) -> Tensor:
+        unpacked.append(packed.shape[0])
+        return unpack(packed, codes)
+
+    def count_chosen(packed: Packed, codes: Tensor, experts: Tensor) -> Tensor:
+        unpacked.append(len(experts))
+        return choose(packed, codes, experts)
+
+    monkeypatch.setattr(Packed, "unpack", count_all)
+    monkeypatch.setattr(Packed, "unpack_chosen", count_chosen)
+    with torch.no_grad():
+        few = model(input_ids=IDS[:, :1]).logits
+        assert set(unpacked) == {4}  # two tokens, two experts each
+        monkeypatch.setattr(experts, "_reads_few", lambda *_: False)
+        exact = model(input_ids=IDS[:, :1]).logits
+    assert set(unpacked) == {4, 16}
+    torch.testing.assert_close(few, exact)
 
 
 def test_values_are_near_those_of_the_files(tmp_path: Path) -> None:

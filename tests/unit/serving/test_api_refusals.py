@@ -82,6 +82,13 @@ def test_a_body_of_another_type_is_refused_as_a_page_elsewhere_would_send_it(
         ({"seed": 2**70}, "seed"),
         ({"stream": "yes"}, "stream"),
         ({"model": 5}, "model"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]},
+            "messages[0].tool_calls[0].function",
+        ),
+        ({"tools": "f"}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"messages": [*HELLO, {"role": "tool", "content": "4"}]}, "messages"),
     ],
 )
 def test_wrong_values_name_their_field(served: Served, fields: dict[str, Any], param: str) -> None:
@@ -114,11 +121,7 @@ def test_wrong_values_name_their_field(served: Served, fields: dict[str, Any], p
             {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]},
             "messages[0].content[0].type",
         ),
-        ({"messages": [*HELLO, {"role": "tool", "content": "4"}]}, "messages[1].role"),
-        (
-            {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]},
-            "messages[0].tool_calls",
-        ),
+        ({"messages": [*HELLO, {"role": "function", "content": "4"}]}, "messages[1].role"),
     ],
 )
 def test_what_would_change_the_answer_is_not_overlooked(

@@ -22,8 +22,10 @@ from hypothesis import strategies as st
 from small_models import make_llama
 from tightfit.core.errors import InvalidInputError, UsageError
 from tightfit.core.sampling import Sampling
+from tightfit.data.call_syntax import HERMES
 from tightfit.data.formats import Message, recognise_format
 from tightfit.data.sources import read_rows
+from tightfit.data.tools import Tool, ToolCall, tool_names
 from tightfit.engines.protocol import Delta, Done, EngineInfo, FinishReason, Listener, Request
 from tightfit.serving.chat import (
     Conversation,
@@ -42,8 +44,11 @@ LONG = 32_768
 class WordPrompter:
     """A token for each word."""
 
-    def ask(self, messages: list[Message], *, place: str = "") -> tuple[int, ...]:
-        assert not place
+    call_syntax = HERMES
+    call_control = ()
+
+    def ask(self, messages: list[Message], tools: tuple[Tool, ...] = ()) -> tuple[int, ...]:
+        self.tools = tools
         assert [m.role for m in messages if m.role != "system"][0::2] == ["user"] * (
             (len([m for m in messages if m.role != "system"]) + 1) // 2
         ), "begins with a question, and turns alternate"
@@ -205,6 +210,24 @@ def test_a_saved_chat_is_a_row_for_training_and_loads_again(tmp_path: Path) -> N
     run_command(read_command(f"/load {path}"), other)  # type: ignore[arg-type]
     assert other.messages() == talk.messages()
     assert "1 answers" in run_command(read_command("/stats"), talk)  # type: ignore[arg-type]
+
+
+def test_a_loaded_row_with_tools_is_gone_on_with(tmp_path: Path) -> None:
+    path = tmp_path / "asked.jsonl"
+    said = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes?"}]
+    path.write_text(json.dumps({"messages": said, "tools": [{"name": "f"}]}))
+    engine = ScriptedEngine(answers=['<tool_call>\n{"name": "f", "arguments": {"a": 1}}'])
+    talk = talk_to(engine)
+
+    run_command(read_command(f"/load {path}"), talk)  # type: ignore[arg-type]
+    talk.ask("call it", quiet)
+    run_command(read_command(f"/save! {path}"), talk)  # type: ignore[arg-type]
+
+    assert tool_names(engine.prompter.tools) == ["f"]
+    (row,) = read_rows(path)
+    messages, tools = recognise_format(row).to_conversation(row)
+    assert messages[-1].tool_calls == (ToolCall("f", {"a": 1}),)
+    assert tool_names(tools) == ["f"]
 
 
 def test_messages_of_several_lines() -> None:

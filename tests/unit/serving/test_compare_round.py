@@ -15,6 +15,7 @@ from scripted_engine import ScriptedEngine, ScriptedPrompter
 from tightfit.core.errors import InvalidInputError
 from tightfit.core.sampling import Sampling
 from tightfit.data.formats import ASSISTANT, SYSTEM, USER, Message
+from tightfit.data.tools import Tool
 from tightfit.engines.protocol import FinishReason
 from tightfit.serving.page.chat_tab import Turn, make_history, render_thread, say
 from tightfit.serving.page.compare_tab import CompareController, Round
@@ -34,8 +35,8 @@ class NamedPrompter(ScriptedPrompter):
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def ask(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        return (*super().ask(messages), *map(ord, f" {self.name}"))
+    def ask(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> tuple[int, ...]:
+        return (*super().ask(messages, tools), *map(ord, f" {self.name}"))
 
 
 class TagReader(HTMLParser):

@@ -80,7 +80,7 @@ def run_steps(
         outcome = train_step(
             engine,
             ready.batches,
-            num_trained_tokens=ready.items.num_trained_tokens,
+            divisor=ready.items.divisor,
             learning_rate=1e-2,
             seeds=tuple(mix_seed(0, ready.items.step, i) for i in range(len(ready.batches))),
         )

@@ -104,6 +104,7 @@ Network = Annotated[
 Method = Annotated[
     str | None, word_option(words_of(RecipeMethod), "What is trained. [default: auto]")
 ]
+Objective = Annotated[str | None, setting_option("objective")]
 SeqLen = Annotated[int | None, setting_option("seq_len")]
 Epochs = Annotated[float | None, setting_option("epochs")]
 EffectiveBatch = Annotated[int | None, setting_option("effective_batch")]

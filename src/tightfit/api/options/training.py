@@ -17,6 +17,7 @@ from tightfit.api.options.common import (
     Json,
     Method,
     Network,
+    Objective,
     On,
     SeqLen,
     Settings,
@@ -82,6 +83,8 @@ class EstimateOptions:
     method: str | None = word_option(
         ESTIMATE_METHODS, "What is trained; qlora is lora over nf4. [default: lora]"
     )
+    objective: Objective = None
+    precompute_reference: bool | None = setting_option("precompute_reference")
     weights: str | None = setting_option("weights")
     compute: str | None = setting_option("compute")
     adapter_dtype: str | None = setting_option("adapter_dtype")
@@ -139,6 +142,7 @@ class JobOptions:
     data: Path | None = path_option("Rows to train on.", example="train.jsonl")
     on: On = None
     method: Method = None
+    objective: Objective = None
     seq_len: SeqLen = None
     effective_batch: EffectiveBatch = None
     settings: Settings = None
@@ -231,6 +235,7 @@ class PrepareOptions:
         "Rows to train on, in place of the recipe's. Repeatable.",
         example="train.jsonl",
     )
+    objective: Objective = None
     seq_len: SeqLen = None
     template: Template = None
     eval: EvalRows = None
@@ -275,6 +280,7 @@ class TrainingOptions(JobOptions):
     epochs: Epochs = None
     max_steps: int | None = setting_option("max_steps")
     lr: float | None = setting_option("learning_rate")
+    beta: float | None = setting_option("beta")
     template: Template = None
     seed: int | None = setting_option("seed")
     plan: int = count_option(

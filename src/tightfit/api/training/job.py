@@ -16,6 +16,7 @@ from tightfit.api.training.recipe import (
 )
 from tightfit.api.training.tracing import trace_search
 from tightfit.core.errors import UsageError
+from tightfit.core.objectives import Objective
 from tightfit.core.progress import Progress
 from tightfit.core.recipe import Recipe, make_training
 from tightfit.core.settings import Method, names_where
@@ -73,6 +74,7 @@ def plan_job(
     request = make_request(recipe, read_spec(recipe.model, folder), fixed, model=folder)
     encoded = encode_for(
         training[Method.LORA],  # the data side is the same for every method
+        objective=recipe.objective or Objective.SFT,
         model_folder=with_new_tokens(folder, read_new_tokens(fixed)),
         seq_len=request.planned_seq_len,
         cache=cache,
@@ -108,6 +110,7 @@ def reuse_plan(
     training = _make_training(wanted.recipe, saved, folder)
     encoded = encode_for(
         training,
+        objective=saved.strategy.objective,
         model_folder=with_new_tokens(folder, saved.strategy.new_tokens),
         seq_len=encoded_len(saved),
         cache=cache,
@@ -121,13 +124,17 @@ def reuse_plan(
 def _make_training(recipe: Recipe, plan: Plan, folder: Path) -> Training:
     chosen = plan.strategy
     return make_training(
-        recipe, method=chosen.method, optimizer=chosen.optimizer, model_path=folder
+        recipe.model_copy(update={"objective": chosen.objective}),
+        method=chosen.method,
+        optimizer=chosen.optimizer,
+        model_path=folder,
     )
 
 
-def encode_for(
+def encode_for(  # noqa: PLR0913
     training: Training,
     *,
+    objective: Objective = Objective.SFT,
     model_folder: Path,
     seq_len: int,
     cache: Path | None = None,
@@ -140,6 +147,7 @@ def encode_for(
         model_folder=model_folder,
         template=training.template,
         train_on=training.train_on,
+        objective=objective,
         seq_len=seq_len,
         eval_fraction=training.eval_fraction,
         seed=training.seed,

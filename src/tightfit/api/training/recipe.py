@@ -21,6 +21,7 @@ from tightfit.api.training.settings import (
 from tightfit.core.errors import InvalidInputError, UsageError
 from tightfit.core.frozen import Frozen
 from tightfit.core.new_tokens import NEW_TOKENS, NewTokens
+from tightfit.core.objectives import ExampleKind, Objective
 from tightfit.core.options import list_given, read_word
 from tightfit.core.profiles import DataProfile
 from tightfit.core.progress import Progress
@@ -46,7 +47,10 @@ RECIPE_ENDINGS = (".yaml", ".yml")
 MOST_HELD_BACK = 0.5
 _OVERLAID = {
     name: name
-    for name in ("method", "seq_len", "epochs", "max_steps", "effective_batch", "template", "seed")
+    for name in (
+        *("method", "objective", "seq_len", "epochs", "max_steps", "effective_batch"),
+        *("template", "seed", "beta"),
+    )
 } | {"lr": "learning_rate", "on": "on", "output": "output", "train_on": "train_on"}
 """Options that are a key of the recipe, and the key."""
 
@@ -65,6 +69,7 @@ def read_plan_job(options: PlanOptions) -> tuple[Recipe, JobRequest]:
             sources,
             seq_len=request.planned_seq_len,
             model=recipe.model,
+            example=(recipe.objective or Objective.SFT).record.example,
             progress=options.progress,
         )
         request = replace(request, profile=profile)
@@ -103,7 +108,12 @@ MOST_PROFILES = 16
 
 
 def profile_sources(
-    sources: tuple[DataSource, ...], *, seq_len: int, model: str, progress: Progress | None = None
+    sources: tuple[DataSource, ...],
+    *,
+    seq_len: int,
+    model: str,
+    example: ExampleKind = ExampleKind.ANSWER,
+    progress: Progress | None = None,
 ) -> DataProfile:
     """The data's length distribution, from its files."""
     from tightfit.data.profile import profile_dataset
@@ -111,10 +121,12 @@ def profile_sources(
 
     stats = [path.stat() for source in sources for path in open_source(source).files]
     changes = tuple((read.st_mtime_ns, read.st_size, read.st_ino) for read in stats)
-    key = (sources, seq_len, model, changes)
+    key = (sources, seq_len, model, example, changes)
     if key not in _PROFILES:
         reading = report_reading(progress, "reading data")
-        profile = profile_dataset(sources, seq_len=seq_len, model=model, progress=reading)
+        profile = profile_dataset(
+            sources, seq_len=seq_len, model=model, example=example, progress=reading
+        )
         while len(_PROFILES) >= MOST_PROFILES:
             del _PROFILES[next(iter(_PROFILES))]
         _PROFILES[key] = profile
@@ -162,6 +174,8 @@ def lay_over(recipe: Recipe, options: object) -> Recipe:
     }
     if "method" in update:
         update["method"] = RecipeMethod(update["method"])
+    if "objective" in update:
+        update["objective"] = Objective(update["objective"])
     if "train_on" in update:
         update["train_on"] = TrainOn(update["train_on"])
     if "output" in update:
@@ -299,6 +313,8 @@ def repeat_saved_plan(plan: Plan) -> str:
         words += ["--data", data.source]
     if hardware.source in ("here", "words"):  # else the name is one of a cluster's own groups
         words += ["--on", hardware.group if hardware.source == "words" else here]
+    if plan.strategy.objective is not Objective.SFT:
+        words += ["--objective", plan.strategy.objective.value]
     return shlex.join([*words, *list_plan_options(plan.strategy)[:2]])
 
 
@@ -373,7 +389,7 @@ def read_training_job(options: TrainingOptions) -> tuple[RunRecipe, Plan | None]
         return read_run_recipe(options), None
     refuse_given(
         options,
-        ("method", "seq_len", "settings", "on", "effective_batch"),
+        ("method", "objective", "seq_len", "settings", "on", "effective_batch"),
         what="is a saved plan",
         remedy=f"tightfit train {plan.model.name} with the same options    (plans it anew)",
     )
@@ -403,8 +419,9 @@ def refuse_changes(options: TrainingOptions, *more: str) -> None:
     refuse_given(
         options,
         (
-            *("data", "eval", "method", "seq_len", "epochs", "max_steps", "lr", "effective_batch"),
-            *("template", "seed", "settings", "output", "log_to", *more),
+            *("data", "eval", "method", "objective", "seq_len", "epochs", "max_steps", "lr"),
+            *("effective_batch", "beta", "template", "seed", "settings", "output", "log_to"),
+            *more,
         ),
         what="is a run",
         remedy=f"tightfit train {options.job}    (goes on with it as it is)",

@@ -114,6 +114,12 @@ def _split(text: str) -> tuple[str, str]:
             f"`{shorten(key.strip())}` is no field of a strategy.{did_you_mean(name, FIELDS)}",
             remedy=f"--set {meant}" if meant else f"--set with one of {', '.join(FIELDS)}",
         )
+    if name == "objective":
+        raise UsageError(
+            f"`--set objective={shorten(value.strip())}`: the data must fit the objective, which "
+            "is an option of its own.",
+            remedy=f"--objective {shorten(value.strip())}",
+        )
     if name == "method" and value.strip().lower() in ("qlora", "auto"):
         word = value.strip().lower()
         meaning = "lora over nf4 weights" if word == "qlora" else "the planner's choice"
@@ -165,7 +171,9 @@ def repeat_plan(options: JobOptions, *, without: Collection[str] = ()) -> str:
 
     `without` are settings to leave out, as they were typed.
     """
-    given = list_given(options, ("method", "seq_len", "data", "effective_batch", "trainer"))
+    given = list_given(
+        options, ("method", "objective", "seq_len", "data", "effective_batch", "trainer")
+    )
     given["--set"] = [text for text in options.settings or () if text not in without]
     return shlex.join(["tightfit", "plan", options.job, *repeat_options(given)])
 

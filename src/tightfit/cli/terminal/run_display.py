@@ -86,6 +86,7 @@ def render_step(record: StepRecord, progress: Progress) -> str:
         f"step {record.step:,}{total}",
         f"loss {record.loss:.4f}",
         *([] if record.router_loss is None else [f"router loss {record.router_loss:.3f}"]),
+        *_render_rewards(record),
         *_render_pace(record),
         render_memory(record.gpu_reserved_bytes, progress.capacity_bytes),
     ]
@@ -106,10 +107,22 @@ def _render_pace(record: StepRecord) -> Iterator[str]:
 
 
 def render_eval(record: EvalRecord) -> str:
-    return (
-        f"eval at step {record.step:,}  loss {record.loss:.4f}  "
-        f"perplexity {record.perplexity:,.2f}  {render_seconds(record.seconds)}"
-    )
+    parts = [f"eval at step {record.step:,}", f"loss {record.loss:.4f}"]
+    if record.perplexity is not None:
+        parts.append(f"perplexity {record.perplexity:,.2f}")
+    return "  ".join([*parts, *_render_rewards(record), render_seconds(record.seconds)])
+
+
+def _render_rewards(record: StepRecord | EvalRecord) -> Iterator[str]:
+    found = record.preference
+    if found is None:
+        return
+    if found.reward_margin is not None:
+        yield f"margin {found.reward_margin:+.3f}"
+    if found.reward_accuracy is not None:
+        yield f"accuracy {found.reward_accuracy:.0%}"
+    if found.kl is not None:
+        yield f"KL {found.kl:.3f}"
 
 
 def render_memory(used_bytes: int, capacity_bytes: int) -> str:

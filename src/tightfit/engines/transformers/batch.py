@@ -121,7 +121,10 @@ class RunningAnswer(BaseAnswer[TextStream]):
     ) -> None:
         self.sampling: Sampling = request.sampling
         super().__init__(
-            request, listener, prompter.stop_ids, TextStream(prompter, self.sampling.stop)
+            request,
+            listener,
+            prompter.stop_ids,
+            TextStream(prompter, self.sampling.stop, request.kept_control),
         )
         self.tokens: list[int] = []
         """All new tokens so far, the stop token included."""

@@ -234,6 +234,7 @@ _BLOOM = Family(
     own_attention=True,
     composes_gelu=True,
     takes_positions=False,
+    mask_reads_positions=False,
     gguf=GgufLayout(
         activations=("gelu",),
         rearrangement=Rearrangement.GROUPED_QKV,

@@ -355,11 +355,24 @@ def _run(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor, gating: G
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-    gate_up, unpack_gate_up = _prepare(module, "gate_up_proj", dtype)
-    down, unpack_down = _prepare(module, "down_proj", dtype)
-    biases = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else (None, None)
+    adapters = [
+        *_find_adapter(module, "gate_up_proj", dtype),
+        *_find_adapter(module, "down_proj", dtype),
+    ]
+    biases: list[Tensor | None] = [None, None]
+    if module.has_bias:
+        biases = [module.gate_up_proj_bias, module.down_proj_bias]
+    num_experts, picked = module.num_experts, None
+    if _reads_few(module, chosen):
+        # Each choice is an expert of its own, which the host can count.
+        picked, num_experts = chosen.reshape(-1), chosen.numel()
+        chosen = torch.arange(num_experts, device=chosen.device).view(chosen.shape)
+        adapters = [part if part is None else part[picked] for part in adapters]
+        biases = [part if part is None else part[picked] for part in biases]
+    gate_up, unpack_gate_up = _prepare(module, "gate_up_proj", dtype, picked)
+    down, unpack_down = _prepare(module, "down_proj", dtype, picked)
     layout = Layout(
-        routing=sort_by_expert(chosen, module.num_experts),
+        routing=sort_by_expert(chosen, num_experts),
         gating=gating,
         unpack_gate_up=unpack_gate_up,
         unpack_down=unpack_down,
@@ -372,16 +385,25 @@ def _run(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor, gating: G
         down,
         *(bias if bias is None else bias.to(dtype) for bias in biases),
         layout,
-        *_find_adapter(module, "gate_up_proj", dtype),
-        *_find_adapter(module, "down_proj", dtype),
+        *adapters,
     )
     return summed.to(hidden.dtype)
 
 
+def _reads_few(module: Any, chosen: Tensor) -> bool:
+    """Whether unpacking a matrix for each choice is less than unpacking all: in generation."""
+    return (
+        PACKED in vars(module)
+        and not torch.is_grad_enabled()
+        and 2 * chosen.numel() <= module.num_experts
+    )
+
+
 def _prepare(
-    module: Any, name: str, dtype: torch.dtype
+    module: Any, name: str, dtype: torch.dtype, picked: Tensor | None
 ) -> tuple[Tensor, Callable[[Tensor], Tensor] | None]:
-    """The matrices `[experts, in, out]` of a parameter, or its codes and what unpacks them."""
+    """The matrices `[experts, in, out]` of a parameter, or its codes and what unpacks them: all, or
+    those of the experts that are `picked`."""
 
     def orient(values: Tensor) -> Tensor:
         values = values.to(dtype)
@@ -391,6 +413,8 @@ def _prepare(
     packed = vars(module).get(PACKED, {}).get(name)
     if packed is None:
         return orient(stored), None
+    if picked is not None:
+        return stored, lambda codes: orient(packed.unpack_chosen(codes, picked))
     return stored, lambda codes: orient(packed.unpack(codes))
 
 

@@ -121,7 +121,9 @@ def measure_prompts(
         # What cannot be encoded is reported when it is answered.
         with contextlib.suppress(UserError, UnicodeEncodeError):
             tokens = (
-                prompter.continue_text(prompt.text) if is_raw else prompter.ask(prompt.messages)
+                prompter.continue_text(prompt.text)
+                if is_raw
+                else prompter.ask(prompt.messages, prompt.tools)
             )
             counts.append(len(tokens))
     if not counts:

@@ -20,6 +20,7 @@ from tightfit.data.formats import (
     FORMATS,
     SYSTEM,
     USER,
+    Conversation,
     Message,
     RowFormat,
     recognise_format,
@@ -34,6 +35,7 @@ from tightfit.data.readers import (
     read_json_lines,
 )
 from tightfit.data.sources import holds_rows, open_source, read_part, rows_or_raise
+from tightfit.data.tools import Tool
 
 STDIN = "-"
 
@@ -66,6 +68,8 @@ class Prompt:
     """Where it was read, for error messages: `prompts.jsonl line 12`."""
     messages: tuple[Message, ...]
     """Of a raw prompt a single one, whose content is the text."""
+    tools: tuple[Tool, ...] = ()
+    """That the answer may call."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """The row's own, which its answer brings back; a line of text has none."""
 
@@ -82,10 +86,11 @@ def read_prompts(request: PromptRequest, stdin: IO[bytes] | None = None) -> list
         Prompt(
             index=index,
             place=place,
-            messages=_finish(messages, request, place),
+            messages=_finish(tuple(asked.messages), request, place),
+            tools=asked.tools,
             columns=columns,
         )
-        for index, (place, messages, columns) in enumerate(found)
+        for index, (place, asked, columns) in enumerate(found)
     ]
     if not prompts:
         raise InvalidInputError(
@@ -105,8 +110,8 @@ def digest_prompts(prompts: Sequence[Prompt]) -> str:
     return digest.hexdigest()
 
 
-_Asked = tuple[str, tuple[Message, ...], Mapping[str, Any]]
-"""Where a prompt is in the file, its messages, and its row's columns."""
+_Asked = tuple[str, Conversation, Mapping[str, Any]]
+"""Where a prompt is in the file, its messages and tools, and its row's columns."""
 
 
 def _read(request: PromptRequest, stdin: IO[bytes] | None) -> Iterator[_Asked]:
@@ -138,7 +143,7 @@ def _read(request: PromptRequest, stdin: IO[bytes] | None) -> Iterator[_Asked]:
         )
     for row in rows:
         columns = {str(name): _as_json_value(value) for name, value in row.values.items()}
-        yield row.place, tuple(_row_messages(row, request)), columns
+        yield row.place, _row_messages(row, request), columns
 
 
 def _as_json_value(value: Any) -> Any:
@@ -172,26 +177,30 @@ def _read_text(stream: IO[bytes], path: Path, request: PromptRequest) -> Iterato
     if request.is_whole:
         text = "".join(lines).removesuffix("\n")
         if text.strip():
-            yield str(path), (Message(USER, text),), {}
+            yield str(path), _question(text), {}
         return
     for number, line in enumerate(lines, start=1):
         if line.strip():
-            yield f"{path} line {number}", (Message(USER, line.rstrip("\r\n")),), {}
+            yield f"{path} line {number}", _question(line.rstrip("\r\n")), {}
 
 
-def _row_messages(row: Row, request: PromptRequest) -> list[Message]:
-    """The row's messages up to where the answer belongs."""
+def _question(text: str) -> Conversation:
+    return Conversation([Message(USER, text)])
+
+
+def _row_messages(row: Row, request: PromptRequest) -> Conversation:
+    """The row's messages up to where the answer belongs, and its tools."""
     if request.template is not None:
-        return [Message(USER, fill_template(request.template, row.values, row.place))]
+        return _question(fill_template(request.template, row.values, row.place))
     if request.column is not None:
-        return [Message(USER, _cell(row.values, request.column, row.place))]
+        return _question(_cell(row.values, request.column, row.place))
     row_format = _asking_format(row)
     if row_format.name not in ("chat", "text"):
         answer_key = row_format.keys[-1][0]
         row = row._replace(values={**row.values, answer_key: ""})
-    messages = row_format.to_messages(row)
+    messages, tools = row_format.to_conversation(row)
     if row_format.name == "text":  # an answer when it is trained on, here a prompt
-        return [Message(USER, messages[0].content)]
+        return _question(messages[0].content)
     while messages and messages[-1].role == ASSISTANT:
         messages.pop()
     if not messages:
@@ -199,7 +208,7 @@ def _row_messages(row: Row, request: PromptRequest) -> list[Message]:
             f"{row.place} asks nothing: it holds answers alone.",
             remedy="put a user message into that row, or leave it out of the file",
         )
-    return messages
+    return Conversation(messages, tools)
 
 
 def _asking_format(row: Row) -> RowFormat:

@@ -326,7 +326,7 @@ def encode_prompt(engine: Engine, prompt: Prompt, *, is_raw: bool) -> tuple[int,
     try:
         if is_raw:
             return engine.prompter.continue_text(prompt.text)
-        return engine.prompter.ask(prompt.messages, place=prompt.place)
+        return engine.prompter.ask(prompt.messages, prompt.tools, place=prompt.place)
     except UnicodeEncodeError as error:
         raise InvalidInputError(
             f"{prompt.place} holds half of a character (a lone surrogate).",
@@ -343,7 +343,7 @@ def make_row(prompt: Prompt, sample: int, done: Done, is_raw: bool) -> dict[str,
     if is_raw:
         answer = {"prompt": prompt.text, "completion": done.text}
     else:
-        turns = [message._asdict() for message in prompt.messages]
+        turns = [message.as_object() for message in prompt.messages]
         answer = {"messages": [*turns, {"role": "assistant", "content": done.text}]}
     return answer | {
         "prompt_index": prompt.index,
@@ -398,7 +398,7 @@ def write_failures(out: Path, failures: Sequence[FailedAnswer]) -> Path | None:
             "reason": error.problem,
             "remedy": error.remedy,
             "place": prompt.place,
-            "messages": [message._asdict() for message in prompt.messages],
+            "messages": [message.as_object() for message in prompt.messages],
             **rename_columns(prompt.columns, taken=FAILURE_KEYS),
         }
         for prompt, sample, error in failures

@@ -7,7 +7,7 @@ import contextlib
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 from fastapi import Response
@@ -15,7 +15,10 @@ from starlette.types import Receive, Scope, Send
 
 from tightfit.core.packages import __version__
 from tightfit.core.sampling import Sampling
-from tightfit.data.formats import Message
+from tightfit.data.call_syntax import CallSyntax, ParsedAnswer
+from tightfit.data.formats import Message, link_results
+from tightfit.data.templates import CallStream, parse_answer
+from tightfit.data.tools import ToolCall, ToolError, read_calls, read_tools
 from tightfit.engines.protocol import Delta, Done, Event, Failed, FinishReason, Request
 from tightfit.serving.http.registry import (
     ClientGoneError,
@@ -41,9 +44,15 @@ STREAM_END = "data: [DONE]\n\n"
 class ResponseWriter:
     """The bodies that answer one request, whole and as events of a stream."""
 
-    def __init__(self, model: ServedModel, *, is_chat: bool, includes_usage: bool) -> None:
+    def __init__(
+        self, model: ServedModel, body: ChatRequest | CompletionRequest, *, includes_usage: bool
+    ) -> None:
         info = model.engine.info
-        self.is_chat = is_chat
+        self.is_chat = is_chat = isinstance(body, ChatRequest)
+        self.syntax = answer_syntax(model, body)
+        """How calls are found in the answers; None where they are text alone."""
+        is_single = isinstance(body, ChatRequest) and body.parallel_tool_calls is False
+        self._most_calls = 1 if is_single else None
         self._kind = "chat.completion" if is_chat else "text_completion"
         self._head = {
             "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(16)}",
@@ -58,12 +67,29 @@ class ResponseWriter:
         """The body of an answer that is not streamed."""
         choices = []
         for index, done in enumerate(answers):
-            message = {"role": "assistant", "content": done.text, "refusal": None}
-            text = {"message": message} if self.is_chat else {"text": done.text}
-            choices.append(_choice(index, text, done.reason.value))
+            if not self.is_chat:
+                choices.append(_choice(index, {"text": done.text}, done.reason.value))
+                continue
+            parsed = ParsedAnswer(done.text)
+            if self.syntax is not None:
+                parsed = parse_answer(self.syntax, done.text)
+            delta, end = self.finish(parsed, done)
+            content = parsed.content or (None if "tool_calls" in delta else "")
+            message = {"role": "assistant", "content": content, **delta, "refusal": None}
+            choices.append(_choice(index, {"message": message}, end))
         return {**self._head, "object": self._kind, "choices": choices, "usage": usage}
 
-    def event(self, index: int, delta: dict[str, str], end: str | None = None) -> str:
+    def finish(self, parsed: ParsedAnswer, done: Done) -> tuple[dict[str, Any], str]:
+        """Reasoning and calls of an answer, as far as it has them, and why it ended."""
+        found: dict[str, Any] = {}
+        if parsed.reasoning:
+            found["reasoning_content"] = parsed.reasoning
+        if parsed.calls:
+            found["tool_calls"] = [_call(call) for call in parsed.calls[: self._most_calls]]
+        is_call = parsed.calls and done.reason is FinishReason.STOP
+        return found, "tool_calls" if is_call else done.reason.value
+
+    def event(self, index: int, delta: dict[str, Any], end: str | None = None) -> str:
         """What is new of one answer, as a chat says it; completions have the text alone."""
         content = {"delta": delta} if self.is_chat else {"text": delta.get("content", "")}
         return self._event([_choice(index, content, end)], self._no_usage)
@@ -75,6 +101,17 @@ class ResponseWriter:
     def _event(self, choices: list[dict[str, Any]], usage: dict[str, Any]) -> str:
         kind = "chat.completion.chunk" if self.is_chat else self._kind
         return format_event({**self._head, "object": kind, "choices": choices, **usage})
+
+
+def _call(call: ToolCall) -> dict[str, Any]:
+    return {
+        "id": call.id or secrets.token_hex(5)[:9],  # nine characters, which every template takes
+        "type": "function",
+        "function": {
+            "name": call.name,
+            "arguments": json.dumps(call.arguments, ensure_ascii=False),
+        },
+    }
 
 
 def _choice(index: int, content: dict[str, Any], end: str | None) -> dict[str, Any]:
@@ -137,8 +174,7 @@ async def answer(
         job = await _begin(model, body, num_answers, receive)
     except ClientGoneError:
         return Response(status_code=CLIENT_GONE)
-    is_chat = isinstance(body, ChatRequest)
-    writer = ResponseWriter(model, is_chat=is_chat, includes_usage=body.includes_usage)
+    writer = ResponseWriter(model, body, includes_usage=body.includes_usage)
     if body.stream:
         events = _events(job, writer, body, num_answers)
         return EventStream(events, job, timeout_seconds=timeout_seconds)
@@ -191,19 +227,26 @@ def encode_requests(model: ServedModel, body: ChatRequest | CompletionRequest) -
     most: int | None
     prompts: list[tuple[int, ...]]
     if isinstance(body, ChatRequest):
-        # `developer` is what newer clients call the system.
-        turns = [
-            Message("system" if one.role == "developer" else one.role, one.text)
-            for one in body.messages
-        ]
         param, most = "messages", body.most_tokens
-        prompts = [prompter.ask(turns)]
+        try:
+            tools = read_tools(body.offered_tools)
+        except ToolError as error:
+            raise ApiError(400, f"{error}.", code="invalid_value", param="tools") from error
+        if tools and prompter.call_syntax is None:
+            raise ApiError(
+                400,
+                f"The chat template of `{model.id}` takes no tools: leave `tools` out.",
+                code="unsupported_parameter",
+                param="tools",
+            )
+        prompts = [prompter.ask(_read_messages(body), tools)]
     else:
         param, most = "prompt", body.max_tokens or COMPLETION_TOKENS
         prompts = [
             prompter.continue_text(one) if isinstance(one, str) else one for one in body.prompts
         ]
     max_context = model.engine.info.max_context
+    kept = prompter.call_control if answer_syntax(model, body) is not None else ()
     requests = []
     for tokens in prompts:
         if not tokens:
@@ -213,10 +256,45 @@ def encode_requests(model: ServedModel, body: ChatRequest | CompletionRequest) -
             raise prompt_too_long(len(tokens), max_context, param=param)
         max_new_tokens = room if most is None else min(most, room)
         requests += [
-            Request(prompt=tokens, sampling=_sampling(body, max_new_tokens, index))
+            Request(
+                prompt=tokens,
+                sampling=_sampling(body, max_new_tokens, index),
+                kept_control=kept,
+            )
             for index in range(body.n or 1)
         ]
     return requests
+
+
+def answer_syntax(model: ServedModel, body: ChatRequest | CompletionRequest) -> CallSyntax | None:
+    """How calls are found in answers to this request; None where no call is wanted.
+
+    Where a model writes what it says in channels, its answers are always taken apart.
+    """
+    syntax = model.engine.prompter.call_syntax
+    if syntax is None or not isinstance(body, ChatRequest):
+        return None
+    return syntax if body.offered_tools or syntax.answer_start else None
+
+
+def _read_messages(body: ChatRequest) -> list[Message]:
+    turns: list[Message] = []
+    try:
+        for one in body.messages:
+            calls = [call.model_dump(exclude_none=True) for call in one.tool_calls or ()]
+            # `developer` is what newer clients call the system.
+            turns.append(
+                Message(
+                    "system" if one.role == "developer" else one.role,
+                    one.text,
+                    tool_calls=read_calls(calls),
+                    reasoning=one.reasoning_content or "",
+                    call_id=one.tool_call_id or "",
+                )
+            )
+        return link_results(turns)
+    except ToolError as error:
+        raise ApiError(400, f"{error}.", code="invalid_value", param="messages") from error
 
 
 def _sampling(body: AnswerRequest, max_new_tokens: int, index: int) -> Sampling:
@@ -282,6 +360,7 @@ async def _events(
 ) -> AsyncIterator[str]:
     """The stream's events; an error is the last of them, as the status has long been sent."""
     num_shown = [0] * num_answers
+    calls = [CallStream(writer.syntax) if writer.syntax else None for _ in range(num_answers)]
     answers: dict[int, Done] = {}
     if writer.is_chat:
         for index in range(num_answers):
@@ -290,12 +369,13 @@ async def _events(
         async for index, event in job.events():
             if isinstance(event, Delta):
                 num_shown[index] += len(event.text)
-                yield writer.event(index, {"content": event.text})
+                held = calls[index]
+                if text := event.text if held is None else held.push(event.text):
+                    yield writer.event(index, {"content": text})
                 continue
             answers[index] = done = _done(event)
-            if rest := done.text[num_shown[index] :]:
-                yield writer.event(index, {"content": rest})
-            yield writer.event(index, {}, done.reason.value)
+            for piece in _ending(writer, calls[index], index, done, done.text[num_shown[index] :]):
+                yield piece
     except ApiError as error:
         yield format_event(error.body)
         return
@@ -303,6 +383,25 @@ async def _events(
         ended = [answers[index] for index in range(num_answers)]
         yield writer.usage_event(count_usage(ended, num_per_prompt=body.n or 1))
     yield STREAM_END
+
+
+def _ending(
+    writer: ResponseWriter, held: CallStream | None, index: int, done: Done, rest: str
+) -> Iterator[str]:
+    """The events after an answer's last token: text that was held back, calls, and the end."""
+    parsed = ParsedAnswer(done.text)
+    if held is not None:
+        shown = held.push(rest)
+        rest, parsed = held.finish()
+        rest = shown + rest
+    if rest:
+        yield writer.event(index, {"content": rest})
+    delta, end = writer.finish(parsed, done)
+    for number, call in enumerate(delta.get("tool_calls", ())):
+        call["index"] = number
+    if delta:
+        yield writer.event(index, delta)
+    yield writer.event(index, {}, end)
 
 
 class EventStream(Response):

@@ -11,7 +11,16 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import HTTPException, Response
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic_core import PydanticCustomError
 
 from tightfit.core.errors import UserError
 
@@ -19,6 +28,7 @@ MAX_MESSAGES = 10_000
 MAX_CHOICES = 16
 MAX_ANSWERS = 64
 MAX_STOPS = 16
+MAX_TOOLS = 512
 MAX_STOP_CHARS = 1000
 MAX_SEED = 2**63 - 1
 MAX_TOKEN_ID = 2**31 - 1
@@ -112,20 +122,52 @@ class TextPart(_RequestBody):
     text: Text
 
 
+Content = Text | Annotated[Listed[TextPart], Field(max_length=MAX_MESSAGES)] | None
+
+
+class CalledFunction(_RequestBody):
+    """Name and arguments of a call."""
+
+    name: Text
+    arguments: Text
+    """An object, as JSON."""
+
+
+class RequestToolCall(_RequestBody):
+    """A call that the assistant made earlier."""
+
+    id: Text | None = None
+    type: Literal["function"] | None = None
+    function: CalledFunction
+
+
 class ChatMessage(_RequestBody):
     """One turn of a conversation."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Text | Annotated[Listed[TextPart], Field(max_length=MAX_MESSAGES)]
-    tool_calls: NoItems | None = None
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    tool_calls: Annotated[Listed[RequestToolCall], Field(max_length=MAX_TOOLS)] | None = None
+    content: Content = Field(default=None, validate_default=True)
+    """Only an assistant that calls tools may leave it out."""
+    reasoning_content: Text | None = None
+    """Not OpenAI's. Of the assistant."""
+    tool_call_id: Text | None = None
+    """Of a `tool` message: the call whose result it is."""
+    name: Text | None = None
     function_call: NoKeys | None = None
     audio: NoKeys | None = None
 
     @property
     def text(self) -> str:
-        if isinstance(self.content, str):
-            return self.content
+        if self.content is None or isinstance(self.content, str):
+            return self.content or ""
         return "".join(part.text for part in self.content)
+
+    @field_validator("content")
+    @classmethod
+    def _require_content(cls, content: Content, given: ValidationInfo) -> Content:
+        if content is None and not given.data.get("tool_calls"):
+            raise PydanticCustomError("missing", "Field required")
+        return content
 
 
 class TextFormat(_RequestBody):
@@ -142,8 +184,12 @@ class ChatRequest(AnswerRequest):
     """The newer name of `max_tokens`, and stronger than it."""
     logprobs: No | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
-    tools: NoItems | None = None
+    tools: Annotated[Listed[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
+    """Functions that the model may call, each with a JSON schema."""
     tool_choice: Literal["none", "auto"] | None = None
+    """`none`: the model does not see the tools."""
+    parallel_tool_calls: bool | None = None
+    """False: of several calls, the first one is returned."""
     functions: NoItems | None = None
     function_call: Literal["none", "auto"] | None = None
     response_format: TextFormat | None = None
@@ -153,6 +199,11 @@ class ChatRequest(AnswerRequest):
     @property
     def num_prompts(self) -> int:
         return 1
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]]:
+        """What the model may call."""
+        return [] if self.tool_choice == "none" else self.tools or []
 
     @property
     def most_tokens(self) -> int | None:
@@ -194,6 +245,7 @@ class CompletionRequest(AnswerRequest):
 # Response bodies, for the OpenAPI description; `answers.py` writes them.
 
 Finish = Literal["stop", "length"]
+ChatFinish = Literal["stop", "length", "tool_calls"]
 
 
 class _ResponseBody(BaseModel):
@@ -221,9 +273,25 @@ class _AnswerHead(_ResponseBody):
     system_fingerprint: str
 
 
+class AnswerFunction(_ResponseBody):
+    name: str
+    arguments: str
+    """An object, as JSON."""
+
+
+class AnswerToolCall(_ResponseBody):
+    id: str
+    type: Literal["function"]
+    function: AnswerFunction
+
+
 class AnswerMessage(_ResponseBody):
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    """Null where there are only calls."""
+    reasoning_content: str | None = None
+    """Only of models that write reasoning in a channel of its own."""
+    tool_calls: list[AnswerToolCall] | None = None
     refusal: None
 
 
@@ -231,7 +299,7 @@ class ChatChoice(_ResponseBody):
     index: int
     message: AnswerMessage
     logprobs: None
-    finish_reason: Finish
+    finish_reason: ChatFinish
 
 
 class ChatCompletion(_AnswerHead):
@@ -240,16 +308,24 @@ class ChatCompletion(_AnswerHead):
     usage: Usage
 
 
+class ToolCallDelta(AnswerToolCall):
+    """A whole call: calls are sent when the answer has ended."""
+
+    index: int
+
+
 class ChatDelta(_ResponseBody):
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChunkChoice(_ResponseBody):
     index: int
     delta: ChatDelta
     logprobs: None
-    finish_reason: Finish | None
+    finish_reason: ChatFinish | None
 
 
 class ChatChunk(_AnswerHead):
@@ -396,19 +472,18 @@ def to_api_error(error: Exception) -> ApiError:
 
 
 _NO_LOGPROBS = "Log probabilities are not available: leave `{name}` out."
-_NO_TOOLS = "Tools are not supported: leave `{name}` out."
+_OLD_TOOLS = "`{name}` is OpenAI's old form: send `tools`, and calls as `tool_calls`."
 _NO_PENALTY = "`{name}` is not supported; `repetition_penalty` is."
 _NO_FIELD = "`{name}` is not supported: leave it out."
 _TEXT_ONLY = "Only text goes in and comes out here"
 _UNSUPPORTED = {
     "logprobs": _NO_LOGPROBS,
     "top_logprobs": _NO_LOGPROBS,
-    "tools": _NO_TOOLS,
-    "tool_choice": _NO_TOOLS,
-    "tool_calls": _NO_TOOLS,
-    "functions": _NO_TOOLS,
-    "function_call": _NO_TOOLS,
-    "role": "Tools are not supported: leave their messages out.",
+    "tool_choice": "`tool_choice` can be `auto` or `none`: answers are not constrained here, so no "
+    "call can be promised.",
+    "functions": _OLD_TOOLS,
+    "function_call": _OLD_TOOLS,
+    "role": _OLD_TOOLS.format(name="function"),
     "audio": _TEXT_ONLY + ": leave `audio` out.",
     "modalities": _TEXT_ONLY + ': leave `modalities` out, or send ["text"].',
     "type": _TEXT_ONLY + ": a part of type `{value}` is not supported.",
@@ -424,7 +499,10 @@ _UNSUPPORTED = {
 """By field: the error where its value asks for something that no engine does."""
 _FIELDS = frozenset(
     name
-    for model in (ChatRequest, CompletionRequest, ChatMessage, TextPart, StreamOptions)
+    for model in (
+        *(ChatRequest, CompletionRequest, ChatMessage, TextPart, StreamOptions),
+        *(RequestToolCall, CalledFunction),
+    )
     for name in model.model_fields
 )
 
@@ -434,7 +512,7 @@ def from_validation_error(errors: Sequence[Mapping[str, Any]], content_type: str
     for error in errors:
         place = error["loc"]
         name = next((step for step in place if step in _UNSUPPORTED), None)
-        is_known = name == "role" and error["input"] not in ("tool", "function")
+        is_known = name == "role" and error["input"] != "function"
         if name is None or is_known or error["type"] == "missing":
             continue
         given = error["input"]

@@ -22,7 +22,7 @@ from tightfit.planning.describe import (
 from tightfit.planning.plan import STAGES, Plan, fullest_phases
 from tightfit.planning.ranking import explain_order
 from tightfit.planning.request import METHODS
-from tightfit.planning.search import SearchResult, find_run_seconds
+from tightfit.planning.search import SearchResult
 from tightfit.serving.page.components import (
     LIVE_EVENT,
     build_hidden_button,
@@ -180,7 +180,7 @@ def _render_head(best: Plan) -> str:
     spec, estimate = best.model, best.estimate
     word, kind = _VERDICTS.get(estimate.verdict, (estimate.verdict.value, "tf-tight"))
     gpu, time, cost = estimate.gpu, estimate.time, best.cost
-    run_seconds = find_run_seconds(estimate, best.num_epochs)
+    run_seconds = estimate.time.run_seconds(best.num_epochs)
     of_host = (
         f"of {render_bytes(estimate.host.capacity_bytes)}" if estimate.host.capacity_bytes else ""
     )
@@ -229,7 +229,7 @@ def _render_plan(number: int, plan: Plan, *, names_gpu: bool) -> str:
         f"{time.tokens_per_second:,.0f} tokens/s",
         f"{render_seconds(time.seconds_per_step)} a step",
     ]
-    run_seconds = find_run_seconds(plan.estimate, plan.num_epochs)
+    run_seconds = plan.estimate.time.run_seconds(plan.num_epochs)
     if run_seconds is not None:
         pace.append(f"{render_seconds(run_seconds)} the run")
     if cost is not None:
@@ -306,7 +306,7 @@ def _render_offers(offers: Sequence[Offer]) -> str:
     for offer in offers[:NUM_OFFERS]:
         estimate, run = offer.plan.estimate, offer.usd_per_run
         speed = f"{estimate.time.tokens_per_second:,.0f} tokens/s"
-        seconds = find_run_seconds(estimate, offer.plan.num_epochs)
+        seconds = estimate.time.run_seconds(offer.plan.num_epochs)
         rows.append(
             (
                 f"{offer.num_gpus} x {shorten_gpu(offer.gpu.name)}",

@@ -39,6 +39,7 @@ from tightfit.trace.recording import COMMUNICATION, GRADIENTS, LOAD_RESERVE, OPT
 from tightfit.training.distributed import DistContext
 from tightfit.training.engine import TorchEngine
 from tightfit.training.model import Objective, build_optimizer, prepare_model
+from tightfit.training.preference import build_objective, find_preference
 from tightfit.training.sharding import Sharder
 from tightfit.training.step import Update
 from tightfit.training.tracing.fake_kernels import (
@@ -52,6 +53,7 @@ from tightfit.training.tracing.fake_kernels import (
 )
 
 _ADAPTERS = ("lora_", NEW_ROWS)
+_REFERENCE = "reference."
 _COPY = "modules_to_save"
 _WRAPPINGS = ("base_layer", "original_module")
 """Names that peft adds between a module and its weights, which checkpoints do not have."""
@@ -83,6 +85,7 @@ def load_fake_weights(
     loading.add_adapters()
     loading.cast(loading.added)
     loading.use_fp8()
+    loading.copy_base()
 
 
 class _Loading:
@@ -99,7 +102,9 @@ class _Loading:
         self._final: dict[str, Any] = dict(module.named_parameters())
         self.added = [n for n in self._final if _is_added(n)]
         """Adapters, and trained copies of whole modules."""
-        self.base = [n for n in self._final if not _is_added(n)]
+        self.copied = [n for n in self._final if n.startswith(_REFERENCE)]
+        """Full tuning's frozen copy of the base."""
+        self.base = [n for n in self._final if not (_is_added(n) or n.startswith(_REFERENCE))]
         self._homes: dict[int, list[tuple[nn.Module, str]]] = {}
         """The modules that hold each parameter; tied ones have several."""
         for owner in module.modules():
@@ -170,6 +175,12 @@ class _Loading:
         for name in self.added:
             with self._at(name):
                 self._put_empty(name, self._added_dtype(name))
+
+    def copy_base(self) -> None:
+        """As `PreferenceObjective` copies the prepared model."""
+        for name in self.copied:
+            with self._at(name):
+                self._put_empty(name, self._final[name].dtype)
 
     def cast(self, names: list[str]) -> None:
         """Cast tensors whose planned dtype is another than the loaded one, one by one."""
@@ -291,7 +302,7 @@ def build_meta_module(
     """The plan's Objective on the meta device."""
     model = load_meta(folder, strategy, has_varlen=has_varlen)
     quantize_meta_fake(model, strategy)
-    return Objective.from_strategy(prepare_model(model, strategy, training), strategy)
+    return build_objective(prepare_model(model, strategy, training), strategy, training)
 
 
 class MicroBatchesDifferError(Exception):
@@ -316,6 +327,25 @@ class RecordedEngine:
         self._num_run = 0
         self.module = engine.module
         self.world_size = engine.world_size
+        self._preference = find_preference(engine.module)
+        self._pass_began = recorder.position()
+        self._num_aside = 0
+        if self._preference is not None:
+            self.module.register_forward_pre_hook(self._before_pass, prepend=True)
+            self.module.register_forward_hook(self._after_pass)
+
+    def _before_pass(self, *_: Any) -> None:
+        self._pass_began = self._recorder.position()
+
+    def _after_pass(self, *_: Any) -> None:
+        """Of KTO's passes without gradients, those of micro-batches that are not run follow."""
+        if torch.is_grad_enabled() or self._recorder.stage != "forward":
+            return
+        self._num_aside += 1
+        if self._num_aside == 1 and self._num_repeated:
+            notes = self._recorder.notes
+            if not notes.repeat(self._pass_began.operation, self._num_repeated):
+                raise MicroBatchesDifferError
 
     def autocast(self) -> AbstractContextManager[object]:
         self._recorder.stage = "forward"
@@ -328,6 +358,8 @@ class RecordedEngine:
         with self._engine.accumulate(is_last=is_last):
             yield
         self._num_run += 1
+        if self._preference is not None:
+            self._preference.take()  # else each micro-batch would free the sums before it
         if (
             self._num_run == 2
             and self._num_repeated
@@ -341,7 +373,7 @@ class RecordedEngine:
         self._recorder.layer = None
 
     def update(self, learning_rate: float) -> Update:
-        self._num_run = 0
+        self._num_run = self._num_aside = 0
         recorder = self._recorder
         recorder.stage = "update"
         recorder.mark(list_local_tensors(p.grad for p in self.module.parameters()), GRADIENTS)

@@ -14,7 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tightfit.core.errors import SetupError
-from tightfit.core.settings import Loss
 from tightfit.core.strategy import Strategy
 from tightfit.estimation.weights import packs_experts
 from tightfit.planning.plan import BITSANDBYTES
@@ -352,7 +351,7 @@ def without_kernels(
         stack.enter_context(redirect_autocast(device.type))
         if BITSANDBYTES.is_wanted(strategy):
             stack.enter_context(bitsandbytes_without_kernels())
-        if strategy.fused_kernels or strategy.loss in (Loss.FUSED, Loss.KERNEL):
+        if strategy.fused_kernels or strategy.uses_liger_loss:
             stack.enter_context(liger_without_kernels(capability))
         # Kernels are chosen as on a GPU, though fake tensors claim to be on the CPU: they allocate
         # as they would, and each launch is recorded.

@@ -52,7 +52,7 @@ class TraceJob(Frozen):
 
 def find_trace_obstacle(strategy: Strategy) -> str:
     """Why a trace of this strategy would be wrong, as a clause; empty if it would not."""
-    num_tokens = strategy.micro_batch * strategy.seq_len
+    num_tokens = strategy.tokens_per_micro_batch
     if not strategy.is_trained:
         return "nothing is trained"
     if strategy.compile:

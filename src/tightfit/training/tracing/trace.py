@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +22,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from tightfit.core.child_process import end_with_parent
 from tightfit.core.files import temporary_folder
-from tightfit.core.settings import Sharding
+from tightfit.core.objectives import ExampleKind
+from tightfit.core.objectives import Objective as ObjectiveKind
+from tightfit.core.settings import MAX_SEQ_LEN, Sharding
 from tightfit.core.strategy import Strategy
-from tightfit.data.token_store import EncodedRow
+from tightfit.data.token_store import EncodedRow, StoreDescription, TokenStore
 from tightfit.runtime.attention import REPEAT, name_inference_attention, needs_padding_mask
 from tightfit.runtime.layers import decoder_layers
 from tightfit.trace.caching_allocator import (
@@ -60,9 +63,17 @@ from tightfit.trace.recording import (
 )
 from tightfit.trace.result import OperationLog, TracedMemory
 from tightfit.trace.tracer import TraceResponse, list_versions
-from tightfit.training.batches import Batch, collate_encoder_decoder, collate_packed, collate_padded
+from tightfit.training.batches import (
+    Batch,
+    BatchMaker,
+    Collate,
+    ReferenceLogProbs,
+    collate_encoder_decoder,
+    collate_packed,
+    collate_padded,
+)
 from tightfit.training.engine import evaluating, init_optimizer_state
-from tightfit.training.step import train_step
+from tightfit.training.step import measure_kl, train_step, with_kl
 from tightfit.training.tracing.engine import (
     FAKE_DEVICE,
     MicroBatchesDifferError,
@@ -93,23 +104,63 @@ if TYPE_CHECKING:
 def make_real_batch(job: TraceJob, config: PretrainedConfig) -> Batch:
     """One micro-batch in host memory, collated as in training, for a model of this `config`."""
     rows = job.rows or list_longest_rows(job, is_pair=config.is_encoder_decoder)
-    encoded = [
-        [
-            EncodedRow(
-                np.ones(document.num_tokens, dtype=np.int32),
-                np.arange(document.num_tokens) >= document.num_prompt,
-                "",
-            )
-            for document in row
-        ]
-        for row in rows
-    ]
     if config.is_encoder_decoder:
-        return collate_encoder_decoder(encoded, pad_token_id=0)
-    if job.strategy.packing:
-        return collate_packed(encoded, pad_token_id=0)
+        return collate_encoder_decoder([_encode(row) for row in rows], pad_token_id=0)
     has_mask = job.strategy.quirks.padding_mask or needs_padding_mask(config)
-    return collate_padded(encoded, pad_token_id=0, has_mask=has_mask)
+    collate = partial(collate_padded, pad_token_id=0, has_mask=has_mask)
+    if job.strategy.packing:
+        collate = partial(collate_packed, pad_token_id=0)
+    if job.strategy.objective is ObjectiveKind.SFT:
+        return collate([_encode(row) for row in rows])
+    return _make_preference_batch(job.strategy, rows, collate)
+
+
+def _encode(row: Sequence[Document]) -> list[EncodedRow]:
+    return [
+        EncodedRow(
+            np.ones(document.num_tokens, dtype=np.int32),
+            np.arange(document.num_tokens) >= document.num_prompt,
+            "",
+        )
+        for document in row
+    ]
+
+
+class _MadeRows(TokenStore):
+    """Rows that are in memory; each is one of an example's, which are as long."""
+
+    def __init__(self, rows: Sequence[EncodedRow], example: ExampleKind) -> None:
+        construct: Any = StoreDescription.model_construct  # without what only files need
+        self.description = construct(example=example, seq_len=MAX_SEQ_LEN)
+        size = self.description.rows_per_example
+        self._rows = [row for row in rows for _ in range(size)]
+        self.lengths = np.array([len(row.tokens) for row in self._rows], dtype=np.int32)
+        self.num_trained = np.array(
+            [int(row.trained[1:].sum()) for row in self._rows], dtype=np.int32
+        )
+        is_labelled = example is ExampleKind.LABELLED
+        self.is_good = np.arange(len(self._rows)) % 2 == 0 if is_labelled else None
+
+    def row(self, index: int) -> EncodedRow:
+        return self._rows[index]
+
+
+def _make_preference_batch(
+    strategy: Strategy, rows: Sequence[Sequence[Document]], collate: Collate
+) -> Batch:
+    """Both answers of a pair are as long; KTO's mismatched rows are as long as its own."""
+    record = strategy.objective.record
+    store = _MadeRows([one for row in rows for one in _encode(row)], record.example)
+    maker = BatchMaker(store, collate, needs_kl=record.needs_kl)
+    if strategy.precompute_reference:
+        nothing = np.zeros(len(store), dtype=np.float32)
+        maker.reference = ReferenceLogProbs(nothing, nothing if record.needs_kl else None)
+    items, start = [], 0
+    for row in rows:
+        end = start + len(row) * record.num_sequences
+        items.append(tuple(range(start, end, record.num_sequences)))
+        start = end
+    return maker.make(items)
 
 
 def list_longest_rows(job: TraceJob, *, is_pair: bool = False) -> tuple[tuple[Document, ...], ...]:
@@ -153,7 +204,10 @@ def run_stages(job: TraceJob, engine: Any, batch: Batch, recorder: Recorder) -> 
     names = job.stages
     if "eval" in names:
         with recorder.setting("stage", "eval"), evaluating(engine):
-            engine.module(**_make_eval_batch(job, engine.model.config, batch, recorder))
+            scored = _make_eval_batch(job, engine.model.config, batch, recorder)
+            if job.strategy.objective.record.needs_kl:
+                scored = with_kl(scored, measure_kl(engine, [scored], num_examples=1))
+            engine.module(**scored)
     if "save" in names:
         with recorder.setting("stage", "save"):
             recorder.mark_stage()  # adapters are copied to the host as they are
@@ -284,7 +338,7 @@ def _record(job: TraceJob, num_run: int) -> Recording:
             train_step(
                 recorded,
                 [batch] * num_run,
-                num_trained_tokens=1,
+                divisor=1,
                 learning_rate=training.learning_rate,
                 seeds=[0] * num_run,
             )

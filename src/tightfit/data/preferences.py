@@ -1,0 +1,281 @@
+"""Rows of preferences: pairs of answers, and answers that are labelled good or bad.
+
+A row is taken apart into conversations, which the formats of `formats.py` read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from tightfit.core.errors import InvalidInputError
+from tightfit.core.objectives import ExampleKind
+from tightfit.data.formats import (
+    ASSISTANT,
+    FORMATS,
+    Message,
+    RowFormat,
+    Turns,
+    recognise_format,
+)
+from tightfit.data.readers import Row, excerpt, json_type_name
+
+
+class Preference(NamedTuple):
+    """A prompt with its answers."""
+
+    prompt: list[Message]
+    answers: tuple[list[Message], ...]
+    """The chosen and the rejected one; or the labelled one."""
+    is_good: bool | None = None
+    """None: a pair."""
+
+    def conversations(self) -> list[list[Message]]:
+        return [self.prompt + answer for answer in self.answers]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreferenceFormat(RowFormat):
+    """A way to write preferences."""
+
+    kind: ExampleKind
+    read: Callable[[Row, RowFormat], Preference]
+
+    def to_messages(self, row: Row) -> list[Message]:
+        """The longest conversation of the row, by which its length is counted."""
+        conversations = self.read(row, self).conversations()
+        return max(conversations, key=lambda one: sum(len(message.content) for message in one))
+
+
+_PROMPTS = ("prompt", "instruction", "question", "query", "input")
+_ANSWERS = ("completion", "response", "answer", "output", "messages", "conversations")
+
+
+def _no_make(row: Row, values: list[Any]) -> list[Message]:
+    raise NotImplementedError("preferences are read by `read`")
+
+
+def _read_pair(row: Row, row_format: RowFormat) -> Preference:
+    chosen, rejected = (_find(row, group) for group in row_format.keys)
+    sides = [_conversation(row, name, row.values[name]) for name in (chosen, rejected)]
+    if not _find_any(row, _PROMPTS) and all(
+        isinstance(row.values[n], str) for n in (chosen, rejected)
+    ):
+        sides = _split_texts(row, row.values[chosen], row.values[rejected])
+    if sides[0] == sides[1]:
+        raise _bad(row, "the chosen and the rejected answer are the same")
+    prompt = sides[0][: _count_shared(*sides)]
+    answers = tuple(side[len(prompt) :] for side in sides)
+    for side, answer in zip(("chosen", "rejected"), answers, strict=True):
+        if not answer or not any(message.content.strip() for message in answer):
+            raise _bad(row, f"the {side} answer is empty")
+        if answer[0].role != ASSISTANT:
+            raise _bad(row, "chosen and rejected do not share the prompt")
+        if answer[-1].role != ASSISTANT or not answer[-1].content.strip():
+            raise _bad(row, f"the {side} answer does not end with text of the assistant's")
+    if not prompt:
+        raise _bad(row, "chosen and rejected share no prompt")
+    return Preference(prompt, answers)
+
+
+def _read_labelled(row: Row, row_format: RowFormat) -> Preference:
+    answer_name, label_name = (_find(row, group) for group in row_format.keys)
+    label = row.values[label_name]
+    if isinstance(label, str) and label.strip().lower() in ("true", "false"):  # of a CSV file
+        label = label.strip().lower() == "true"
+    if not isinstance(label, bool):
+        raise _bad(
+            row, f"`{label_name}` is {json_type_name(label)}: {excerpt(label)}, not a boolean"
+        )
+    messages = _conversation(row, answer_name, row.values[answer_name])
+    if messages[-1].role != ASSISTANT or not messages[-1].content.strip():
+        raise _bad(row, "the answer is empty")
+    if len(messages) == 1:
+        raise _bad(row, "there is no prompt")
+    return Preference(messages[:-1], (messages[-1:],), label)
+
+
+def _conversation(row: Row, name: str, value: Any) -> list[Message]:
+    """Prompt and answer. An answer that is a whole conversation brings its prompt along."""
+    prompt_name = _find_any(row, _PROMPTS)
+    prompt = row.values[prompt_name] if prompt_name else None
+    is_messages = isinstance(value, list) and bool(value) and isinstance(value[0], Mapping)
+    if is_messages:
+        chat = FORMATS["chat"].to_messages(row._replace(values={"messages": value}))
+        if chat[0].role != ASSISTANT or prompt is None:
+            begun = (
+                FORMATS["chat"].to_messages(row._replace(values={"messages": prompt}))
+                if isinstance(prompt, list)
+                else []
+            )
+            return chat if chat[: len(begun)] == begun else begun + chat
+    if prompt is None:
+        answer = value if isinstance(value, str) else ""
+        return [Message(ASSISTANT, answer)]
+    kept = {"system": row.values["system"]} if row.values.get("system") else {}
+    if value is None or (isinstance(value, str) and not value.strip()):
+        raise _bad(row, f"`{name}` is empty")
+    values = kept | {"prompt": prompt, "completion": value}
+    return FORMATS["prompt-completion"].to_messages(row._replace(values=values))
+
+
+_TURN = re.compile(r"\n\n(Human|Assistant):\s?")
+
+
+def _split_texts(row: Row, chosen: str, rejected: str) -> list[list[Message]]:
+    """Two texts that hold the prompt as well: turns of Anthropic's hh-rlhf, else what they share up
+    to its last blank."""
+    if all(text.startswith("\n\nHuman:") for text in (chosen, rejected)):
+        return [_split_turns(text) for text in (chosen, rejected)]
+    shared = chosen[: _count_shared(chosen, rejected)]
+    shared = shared[: max(shared.rfind(" "), shared.rfind("\n")) + 1]
+    if not shared.strip():
+        raise _bad(row, "chosen and rejected share no prompt, and there is no `prompt`")
+    return [
+        [Message("user", shared.strip()), Message(ASSISTANT, text[len(shared) :])]
+        for text in (chosen, rejected)
+    ]
+
+
+def _count_shared(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """How many items both begin with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _split_turns(text: str) -> list[Message]:
+    _, *pieces = _TURN.split(text)
+    roles = {"Human": "user", "Assistant": ASSISTANT}
+    pairs = zip(pieces[::2], pieces[1::2], strict=True)
+    return [Message(roles[name], content.strip()) for name, content in pairs]
+
+
+def _find(row: Row, group: Sequence[str]) -> str:
+    found = _find_any(row, group)
+    if found is None:
+        wanted = " or ".join(f"`{key}`" for key in group)
+        raise InvalidInputError(
+            f"{row.place} lacks {wanted}, which the rows before it have.",
+            remedy="write every row of one file alike",
+        )
+    return found
+
+
+def _find_any(row: Row, group: Sequence[str]) -> str | None:
+    return next((key for key in group if key in row.values), None)
+
+
+def _bad(row: Row, problem: str) -> InvalidInputError:
+    return InvalidInputError(
+        f"{row.place}: {problem}.", remedy="correct that row, or leave it out of the file"
+    )
+
+
+PREFERENCE_FORMATS = {
+    one.name: one
+    for one in (
+        PreferenceFormat(
+            name="pairs",
+            keys=(
+                ("chosen", "chosen_response"),
+                ("rejected", "rejected_response"),
+            ),
+            example='{"prompt": "...", "chosen": "...", "rejected": "..."}',
+            make=_no_make,
+            title="pairs (prompt, chosen, rejected)",
+            kind=ExampleKind.PAIR,
+            read=_read_pair,
+        ),
+        PreferenceFormat(
+            name="labelled",
+            keys=(_ANSWERS, ("label",)),
+            example='{"prompt": "...", "completion": "...", "label": true}',
+            make=_no_make,
+            title="labelled answers (prompt, completion, label)",
+            kind=ExampleKind.LABELLED,
+            read=_read_labelled,
+        ),
+    )
+}
+"""By name; of an example's own kind, or pairs taken apart into labelled answers."""
+
+_SUITS = {
+    ExampleKind.PAIR: (ExampleKind.PAIR,),
+    ExampleKind.LABELLED: (ExampleKind.LABELLED, ExampleKind.PAIR),
+}
+_OBJECTIVES = {
+    ExampleKind.ANSWER: "sft",
+    ExampleKind.PAIR: "dpo",
+    ExampleKind.LABELLED: "kto",
+}
+
+
+def recognise(row: Row, example: ExampleKind) -> RowFormat:
+    """The format of a row that is to give examples of this kind."""
+    held = [one for one in PREFERENCE_FORMATS.values() if one.matches(row.values)]
+    if example is ExampleKind.ANSWER:
+        is_answer = any(one.matches(row.values) for one in FORMATS.values())
+        if is_answer or not held:
+            return recognise_format(row)
+        raise _misfit(row, held[0].kind, example)
+    for kind in _SUITS[example]:
+        for one in held:
+            if one.kind is kind:
+                return one
+    if held:
+        raise _misfit(row, held[0].kind, example)
+    recognise_format(row)  # says what is wrong with a row of no format
+    raise _misfit(row, ExampleKind.ANSWER, example)
+
+
+def _misfit(row: Row, found: ExampleKind, wanted: ExampleKind) -> InvalidInputError:
+    holds = {
+        ExampleKind.ANSWER: "one answer",
+        ExampleKind.PAIR: "a pair of answers (chosen, rejected)",
+        ExampleKind.LABELLED: "a labelled answer",
+    }
+    learnt = {
+        ExampleKind.ANSWER: "answers (objective sft)",
+        ExampleKind.PAIR: "pairs (objectives dpo, ipo, orpo, simpo)",
+        ExampleKind.LABELLED: "labelled answers or pairs (objective kto)",
+    }
+    example = next((one.example for one in PREFERENCE_FORMATS.values() if one.kind is wanted), None)
+    shape = f", or rows like {example}" if example else ""
+    return InvalidInputError(
+        f"{row.place} holds {holds[found]}; this job learns from {learnt[wanted]}.",
+        remedy=f"--objective {_OBJECTIVES[found]}{shape}",
+    )
+
+
+def list_examples(row: Row, row_format: RowFormat, wanted: ExampleKind) -> list[tuple[Turns, ...]]:
+    """What a row gives, reduced to what length counting needs: both conversations of a pair."""
+    if not isinstance(row_format, PreferenceFormat):
+        return [(row_format.to_turns(row),)]
+    return [
+        tuple(_reduce(found.prompt, answer) for answer in found.answers)
+        for found in read_preferences(row, row_format, wanted)
+    ]
+
+
+def _reduce(prompt: list[Message], answer: list[Message]) -> Turns:
+    """Of an answer of several turns the assistant's are learnt."""
+    learnt = [message.content for message in answer if message.role == ASSISTANT]
+    read = [message.content for message in (*prompt, *answer) if message.role != ASSISTANT]
+    read += [message.content for message in prompt if message.role == ASSISTANT]
+    return Turns("\n".join(read), "\n".join(learnt), len(prompt) + len(answer))
+
+
+def read_preferences(
+    row: Row, row_format: PreferenceFormat, wanted: ExampleKind
+) -> list[Preference]:
+    """What a row gives; a pair is two labelled answers where those are wanted, as in trl."""
+    found = row_format.read(row, row_format)
+    if wanted is ExampleKind.PAIR or row_format.kind is ExampleKind.LABELLED:
+        return [found]
+    chosen, rejected = found.answers
+    return [
+        Preference(found.prompt, (chosen,), is_good=True),
+        Preference(found.prompt, (rejected,), is_good=False),
+    ]
