@@ -21,7 +21,7 @@ ON_CLUSTER = tests/integration/$(CLUSTER)
 SPEEDS = $(ON_CLUSTER)/test_cluster_stage.py::test_the_chosen_way_is_near_the_best
 ON_SLURM = $(foreach file,farm inventory lab submit,$(ON_CLUSTER)/test_cluster_$(file).py)
 
-.PHONY: help install demo demo-full test fuzz test-bare test-training test-serving test-tracing test-long test-kernels test-cluster test-slurm test-hosts test-gpu check bench format docs site clean
+.PHONY: help install demo demo-full test fuzz kills test-bare test-training test-serving test-tracing test-long test-kernels test-cluster test-slurm test-hosts test-gpu check bench format docs site clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -84,6 +84,11 @@ test-gpu:  ## engines, packed rows and every family's first plan on a CUDA GPU, 
 # The same tests as a part of `make test`, with 10,000 cases of each kind for their 200.
 fuzz: install  ## hostile files and flags through every reader: an hour or more
 	$(BIN)/python benchmarks/fuzz.py
+
+# Gone on with where the last call stopped: hours in all.
+kills: install  ## kill -9 and bad disks at many moments of every verb that writes
+	nice $(BIN)/python benchmarks/kill_verbs.py
+	nice $(BIN)/python benchmarks/fault_verbs.py
 
 test-bare: install  ## the planner in an environment that has no torch
 	$(BIN)/python scripts/test_bare.py

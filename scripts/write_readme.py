@@ -21,7 +21,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [
     ROOT / "README.md",
-    *(ROOT / "docs" / f"{name}.md" for name in ("accuracy", "after-training", "speed")),
+    *(
+        ROOT / "docs" / f"{name}.md"
+        for name in ("accuracy", "after-training", "reliability", "speed")
+    ),
 ]
 RESULTS = ROOT / "benchmarks" / "results"
 TRAINING = RESULTS / "h200_training.json"
@@ -213,10 +216,40 @@ def make_cli_figures() -> str:
     return "\n".join(lines) + "\n"
 
 
+def make_kill_figures() -> str:
+    lines = [
+        "| verb | moments | still running | all processes | went on | failed |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in json.loads((RESULTS / "kills.json").read_text())["rows"]:
+        counts = (row["trials"], row["running"], row["all_killed"], row["went_on"])
+        counted = " | ".join(map(str, counts))
+        lines.append(f"| {row['verb']} | {counted} | {len(row['failures'])} |")
+    return "\n".join(lines) + "\n"
+
+
+def make_fault_figures() -> str:
+    """A row for each verb; of each fault trials, and those that ended with an error."""
+    rows = json.loads((RESULTS / "faults.json").read_text())["rows"]
+    kinds = list(dict.fromkeys(row["kind"] for row in rows))
+    lines = [f"| verb | {' | '.join(kinds)} | failed |", "|---|" + "---|" * (len(kinds) + 1)]
+    for verb in dict.fromkeys(row["verb"] for row in rows):
+        of = {row["kind"]: row for row in rows if row["verb"] == verb}
+        cells = [
+            f"{of[kind]['refused']} of {of[kind]['trials']} refused" if kind in of else ""
+            for kind in kinds
+        ]
+        num_failed = sum(len(row["failures"]) for row in of.values())
+        lines.append(f"| {verb} | {' | '.join(cells)} | {num_failed} |")
+    return "\n".join(lines) + "\n"
+
+
 MAKERS = {
     "cli": make_cli_figures,
     "figures": make_figures,
     "traced": make_traced_figures,
+    "kills": make_kill_figures,
+    "faults": make_fault_figures,
     "runs": lambda: "\n".join(make_training_figures(json.loads(TRAINING.read_text()))) + "\n",
     "after": make_after_figures,
 }

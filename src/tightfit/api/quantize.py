@@ -12,6 +12,7 @@ from tightfit.api.call import accepts_keywords
 from tightfit.api.options.common import OnForecast, model_argument
 from tightfit.api.options.engines import Device, Threads
 from tightfit.core.errors import SetupError, UsageError
+from tightfit.core.files import describe_write_error
 from tightfit.core.options import (
     count_option,
     offer,
@@ -154,9 +155,9 @@ def quantize(options: QuantizeOptions) -> QuantizeSummary:
         return quantize_model(request)
     except OSError as error:
         # A full or read-only disk can show in any of a hundred writes.
-        where = f" {error.filename2 or error.filename}" if error.filename else ""
+        where = Path(error.filename2 or error.filename or options.out or ".")
         raise SetupError(
-            f"Cannot write{where}: {error.strerror or error}.",
+            f"Cannot write {where}: {describe_write_error(error, where)}.",
             remedy="--out a folder that is writable and has free space; finished formats are kept",
         ) from error
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import shlex
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from enum import Enum
 from pathlib import Path
@@ -47,7 +46,7 @@ from tightfit.clusters.requirements import check_space
 from tightfit.clusters.schedulers import SchedulerOptions
 from tightfit.clusters.site import Site, read_site
 from tightfit.core.errors import DoesNotFitError, UsageError, UserError
-from tightfit.core.files import write_atomic
+from tightfit.core.files import temporary_folder, write_atomic
 from tightfit.core.options import list_given, repeat_options
 from tightfit.core.recipe import Recipe, read_recipe
 from tightfit.core.settings import Offload
@@ -339,12 +338,12 @@ def _open_folders(
         return
     run = RunFolder(path=location.folder.absolute())
     is_replaced, is_new = options.fresh and run.is_run(), not run.path.exists()
-    cache = run.path
+    cache, files = run.path, ExitStack()
     try:  # before any work, so that a folder that cannot be is not found out in the middle of it
         if is_replaced:
             # On the same disk, so that what it holds can be moved in an instant.
-            name = f".{run.path.name[:100]}."
-            cache = Path(tempfile.mkdtemp(prefix=name, dir=run.path.parent))
+            name = f".{run.path.name[:100]}"
+            cache = files.enter_context(temporary_folder(run.path.parent, name=name))
         else:
             run.path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -352,9 +351,8 @@ def _open_folders(
     try:
         yield run, cache
     finally:
-        if is_replaced:
-            shutil.rmtree(cache, ignore_errors=True)
-        elif is_new:
+        files.close()
+        if is_new:
             with suppress(OSError):  # it is not empty: encoded data is found again
                 run.path.rmdir()
 

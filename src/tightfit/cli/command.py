@@ -26,6 +26,7 @@ from tightfit.cli.terminal.error_report import (
 )
 from tightfit.cli.terminal.output import OutputLostError, PipeClosedError, silence_stdout, write_out
 from tightfit.core.errors import EXIT_BROKEN_PIPE, EXIT_INTERRUPTED, UserError
+from tightfit.core.files import find_write_error
 from tightfit.core.packages import __version__
 
 if TYPE_CHECKING:
@@ -287,10 +288,17 @@ def _run(words: list[str], *, as_json: bool) -> int:
             raise PipeClosedError from None
         raise
     except UnexpectedOSError as error:
-        return report_bug(error.__cause__ or error, argv=words, as_json=as_json)
+        return _report_os_error(error.__cause__ or error, words, as_json=as_json)
     except Exception as error:
         return report_bug(error, argv=words, as_json=as_json)
     return code if isinstance(code, int) else 0
+
+
+def _report_os_error(error: BaseException, words: list[str], *, as_json: bool) -> int:
+    found = find_write_error(error)
+    if found is None:
+        return report_bug(error, argv=words, as_json=as_json)
+    return report_error(found, as_json=as_json)
 
 
 def _report_parser_error(error: BaseException, *, as_json: bool) -> int:

@@ -18,6 +18,7 @@ from tightfit.clusters.site import Site
 from tightfit.core import errors as error_types
 from tightfit.core.child_process import ChildProcess, Message, SendMessage, read_messages
 from tightfit.core.errors import SetupError, UserError
+from tightfit.core.files import find_write_error
 
 FINAL_OUTPUT_SECONDS = 1.0
 """For an agent that closed its stdout to end, so that all of its stderr is there."""
@@ -147,11 +148,12 @@ def answer_request(handlers: Handlers, request: Message) -> Message:
         if request["do"] not in handlers:
             raise ValueError(f"no question is named {request['do']}")
         return {"answer": to_jsonable_python(handlers[request["do"]](**request["given"]))}
-    except UserError as error:
-        kind = type(error).__name__
-        return {"error": {"kind": kind, "problem": error.problem, "remedy": error.remedy}}
     except Exception as error:
-        return {"bug": f"{type(error).__name__}: {error}"[:400]}
+        found = error if isinstance(error, UserError) else find_write_error(error)
+        if found is None:
+            return {"bug": f"{type(error).__name__}: {error}"[:400]}
+        kind = type(found).__name__
+        return {"error": {"kind": kind, "problem": found.problem, "remedy": found.remedy}}
 
 
 def after_setup(site: Site, argv: Sequence[str]) -> list[str]:

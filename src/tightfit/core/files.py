@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
+import itertools
 import json
 import os
+import re
 import secrets
 import shlex
 import shutil
@@ -15,11 +18,12 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 from tightfit.core.errors import InvalidInputError, SetupError, UsageError
 from tightfit.core.reading import describe_kind, read_json_file
-from tightfit.core.units import MIB
+from tightfit.core.units import MIB, render_bytes
 
 PARTIAL = ".partial"
 """Ending of a file or folder that is not whole yet; never read."""
@@ -34,21 +38,21 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     data = content.encode() if isinstance(content, str) else content
     target = _resolve_target(path)
     mode = _mode_to_keep(path, target)
+    remove_abandoned(target.parent)
+    temporary = target.with_name(f".{target.name[:100]}.{_own_ending()}")
     try:
-        handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name[:100]}.")
-    except OSError as error:
-        raise _cannot_write(path, error) from error
-    try:
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(handle, "wb") as stream:
             stream.write(data)
             stream.flush()
             os.fsync(stream.fileno())
-        Path(temporary).chmod(mode)
-        Path(temporary).replace(target)
+        temporary.chmod(mode)
+        temporary.replace(target)
     except BaseException as error:  # an interrupt must leave no litter either
-        Path(temporary).unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
         if isinstance(error, OSError):
-            raise _cannot_write(path, error) from error
+            raise _cannot_write(path, error, num_bytes=len(data)) from error
         raise
     _sync_folder(target.parent)
 
@@ -67,8 +71,11 @@ def atomic_file(target: Path) -> Iterator[Path]:
         sync(partial)
         partial.replace(target)
         _sync_folder(target.parent)
-    except BaseException:  # an interrupt must leave no litter either
-        partial.unlink(missing_ok=True)
+    except BaseException as error:  # an interrupt must leave no litter either
+        with suppress(OSError):
+            partial.unlink()
+        if isinstance(error, OSError):
+            raise _name_file(error, partial) from None
         raise
 
 
@@ -84,8 +91,7 @@ def atomic_folder(
     """
     partial = partial_path(target)
     if is_shared:
-        unique = f"{os.getpid()}-{secrets.token_hex(4)}"
-        partial = target.with_name(f"{target.name}.{unique}{PARTIAL}")
+        partial = unique_partial(target)
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -123,15 +129,100 @@ def publish_folder(partial: Path, target: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def remove_stale_partials(folder: Path, *, age_seconds: float) -> None:
-    """Remove what killed processes have left in `folder` some time ago."""
-    for path in folder.glob(f"*{PARTIAL}"):
-        try:
-            is_stale = time.time() - path.stat().st_mtime > age_seconds
-        except OSError:
-            continue
-        if is_stale:
-            shutil.rmtree(path, ignore_errors=True)
+def unique_partial(target: Path) -> Path:
+    """A temporary name beside `target` of this process's own; abandoned ones are removed."""
+    remove_abandoned(target.parent)
+    return target.with_name(f"{target.name}.{_own_ending()}{PARTIAL}")
+
+
+@contextmanager
+def temporary_folder(home: Path | None = None, *, name: str = "tightfit") -> Iterator[Path]:
+    """A folder that only this user may enter, removed at the end; in `TMPDIR` without a `home`.
+
+    What killed processes have left there is removed first.
+    """
+    where = home or Path(tempfile.gettempdir())
+    folder = unique_partial(where / name)
+    try:
+        folder.mkdir(mode=0o700)
+    except OSError as error:
+        raise SetupError(
+            f"Cannot make a folder in {str(where)!r}: {describe_write_error(error, folder)}.",
+            remedy="choose a folder that is writable and has free space"
+            if home
+            else "export TMPDIR=/a/folder/with/space",
+        ) from error
+    try:
+        yield folder
+    except OSError as error:
+        raise _name_file(error, folder) from None
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+# Temporary names say which process of which machine they are of, so that it can be told when
+# nobody is at work on them any more. No lock: shared file systems may have none.
+
+_ENDING = re.compile(r"\.([0-9a-f]{6})-(\d+)-([0-9a-f]{6})-\d+(\.partial)?$")
+_PROCESS = secrets.token_hex(3)
+"""Of this process and its forks: a process id may be used again."""
+_COUNTER = itertools.count()
+_FOREIGN_SECONDS = 86400.0
+"""After which what another machine, or this one before its last start, was writing is abandoned."""
+_looked_at: set[tuple[int, Path]] = set()
+
+
+@cache
+def _machine() -> str:
+    """Differs where process ids mean other processes: hosts, containers, starts of the machine."""
+    parts = [socket.gethostname()]
+    with suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text())
+        parts.append(str(Path("/proc/self/ns/pid").stat().st_ino))
+    return hashlib.blake2b("\n".join(parts).encode(), digest_size=3).hexdigest()
+
+
+def _own_ending() -> str:
+    return f"{_machine()}-{os.getpid()}-{_PROCESS}-{next(_COUNTER)}"
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Remove what processes that are gone were writing in `folder`; once in each process."""
+    key = (os.getpid(), folder)
+    if key in _looked_at:
+        return
+    _looked_at.add(key)
+    with suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            with suppress(OSError):
+                if _is_abandoned(entry):
+                    if entry.is_dir(follow_symlinks=False):
+                        shutil.rmtree(entry.path, ignore_errors=True)
+                    else:
+                        os.unlink(entry.path)  # noqa: PTH108
+
+
+def _is_abandoned(entry: os.DirEntry[str]) -> bool:
+    found = _ENDING.search(entry.name)
+    if found is None:
+        return False
+    facts = entry.stat(follow_symlinks=False)
+    if facts.st_uid != os.geteuid():
+        return False
+    machine, pid, process, _ = found.groups()
+    if machine != _machine():
+        return time.time() - facts.st_mtime > _FOREIGN_SECONDS
+    return process != _PROCESS if int(pid) == os.getpid() else not _is_running(int(pid))
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):  # another user's
+        return True
+    return True
 
 
 def check_writable(path: Path) -> None:
@@ -139,7 +230,7 @@ def check_writable(path: Path) -> None:
     target = _resolve_target(path)
     _mode_to_keep(path, target)
     try:
-        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name[:100]}."):
+        with tempfile.TemporaryFile(dir=target.parent):
             pass
     except OSError as error:
         raise _cannot_write(path, error) from error
@@ -211,11 +302,42 @@ def _shell(path: Path) -> str:
     return shlex.quote(str(path))
 
 
-def _cannot_write(path: Path, error: OSError) -> SetupError:
+def _cannot_write(path: Path, error: OSError, *, num_bytes: int | None = None) -> SetupError:
     return SetupError(
-        f"Cannot write {str(path)!r}: {error.strerror or error}.",
+        f"Cannot write {str(path)!r}: {describe_write_error(error, path, num_bytes=num_bytes)}.",
         remedy="choose a folder that is writable and has free space",
     )
+
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_FAILING = (errno.EROFS, errno.EIO)
+
+
+def find_write_error(error: BaseException) -> SetupError | None:
+    """What a disk that is full, read-only or failing did, wherever it showed; else None."""
+    if not isinstance(error, OSError) or error.errno not in (*_NO_ROOM, *_FAILING):
+        return None
+    return _cannot_write(Path(error.filename2 or error.filename or "."), error)
+
+
+def _name_file(error: OSError, path: Path) -> OSError:
+    """A write that failed does not know where to."""
+    if error.filename is None and error.errno is not None:
+        error.filename = str(path)
+    return error
+
+
+def describe_write_error(error: OSError, path: Path, *, num_bytes: int | None = None) -> str:
+    """Why a write failed; where there is no room also how much is needed, and where how much is."""
+    reason = error.strerror or str(error)
+    if error.errno not in _NO_ROOM:
+        return reason
+    home = nearest_folder(path.parent)
+    with suppress(OSError):
+        reason += f"; {home} has {render_bytes(shutil.disk_usage(home).free)} free"
+        if num_bytes is not None:
+            reason += f", {render_bytes(num_bytes)} are needed"
+    return reason
 
 
 # Where things that can be made again are kept: encoded data, unpacked models.

@@ -4,7 +4,6 @@ content.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 from collections import Counter
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tightfit.core.errors import InvalidInputError, SetupError, UserError, first_line
-from tightfit.core.files import atomic_folder, cache_folder, remove_stale_partials, write_atomic
+from tightfit.core.files import atomic_folder, cache_folder, describe_write_error, write_atomic
 from tightfit.core.objectives import ExampleKind, Objective
 from tightfit.core.reading import read_bytes
 from tightfit.core.settings import MAX_SEQ_LEN, TrainOn
@@ -404,7 +403,6 @@ def _mix(values: NDArray[np.uint64], seed: int) -> NDArray[np.uint64]:
 # Encodings kept by content: found again, or written whole under a name of their own first.
 
 REPORT_FILE = "report.json"
-_STALE_SECONDS = 2 * 24 * 3600
 
 
 def find_encoding(home: Path) -> EncodedDataset | None:
@@ -426,17 +424,11 @@ def new_encoding(home: Path) -> Iterator[Path]:
         with atomic_folder(
             home, is_shared=True, is_whole=lambda path: find_encoding(path) is not None
         ) as folder:
-            remove_stale_partials(home.parent, age_seconds=_STALE_SECONDS)
             yield folder
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise SetupError(
-                f"The disk is full while writing encoded data under {home.parent}.",
-                remedy="free some space, or export TIGHTFIT_CACHE=/a/folder/with/space",
-            ) from error
         raise SetupError(
-            f"Cannot write encoded data under {home.parent}: {error.strerror or error}.",
-            remedy="export TIGHTFIT_CACHE=/a/folder/you/can/write",
+            f"Cannot write encoded data under {home.parent}: {describe_write_error(error, home)}.",
+            remedy="free some space, or export TIGHTFIT_CACHE=/a/folder/with/space",
         ) from error
 
 

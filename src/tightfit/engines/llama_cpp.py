@@ -6,8 +6,6 @@ import atexit
 import contextlib
 import queue
 import secrets
-import shutil
-import tempfile
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tightfit.core.errors import InvalidInputError
+from tightfit.core.files import temporary_folder
 from tightfit.core.sampling import Sampling
 from tightfit.data.templates import Prompter, StopTextFilter
 from tightfit.engines.llama_devices import add_hosts, choose_threads, enable_keepalive, list_gpus
@@ -410,14 +409,14 @@ def start_server(settings: Any, path: Path) -> Any:
     """llama.cpp's server without a port: its socket is deleted at once."""
     import xllamacpp
 
-    home = Path(tempfile.mkdtemp(prefix="tightfit-"))  # only this user may enter
     try:
-        socket = home / "llama.sock"
-        if len(str(socket).encode()) <= MAX_SOCKET_PATH:
-            settings.hostnames = [str(socket)]
-        # Where the path is too long, it uses a loopback port, protected by a random key.
-        settings.api_keys = [secrets.token_hex(32)]
-        return xllamacpp.Server(settings)
+        with temporary_folder() as home:
+            socket = home / "llama.sock"
+            if len(str(socket).encode()) <= MAX_SOCKET_PATH:
+                settings.hostnames = [str(socket)]
+            # Where the path is too long, it uses a loopback port, protected by a random key.
+            settings.api_keys = [secrets.token_hex(32)]
+            return xllamacpp.Server(settings)
     except RuntimeError as error:
         raise InvalidInputError(
             f"llama.cpp cannot load {path}: the file is damaged, of a kind that this release "
@@ -425,8 +424,6 @@ def start_server(settings: Any, path: Path) -> Any:
             remedy="`tightfit models FILE` shows what is in it; make or fetch it again, or try "
             "a smaller --context or --parallel",
         ) from error
-    finally:
-        shutil.rmtree(home, ignore_errors=True)
 
 
 def _make_settings(request: EngineRequest, *, context: int, slots: int) -> Any:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from tightfit.core.errors import SetupError
-from tightfit.core.files import write_atomic
+from tightfit.core.files import describe_write_error, write_atomic
 from tightfit.core.findings import Interval, estimate_share, estimate_share_difference
 from tightfit.core.frozen import Frozen
 
@@ -150,7 +150,7 @@ def ensure_writable(folder: Path) -> None:
             pass
     except OSError as error:
         raise SetupError(
-            f"Cannot write scores into {str(folder)!r}: {error.strerror or error}.",
+            f"Cannot write scores into {str(folder)!r}: {describe_write_error(error, folder)}.",
             remedy="--save FOLDER that is writable and has free space",
         ) from error
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import base64
 import json
 import re
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tightfit.core.errors import InvalidInputError
+from tightfit.core.files import temporary_folder
 from tightfit.data.tokenizer import ChatTokenizer, load_tokenizer
 from tightfit.runtime.gguf.unpack import OTHERS, PRE_TOKENIZERS, read_steps, recognise
 from tightfit.runtime.llama_cpp import LlamaModel, has_llama
@@ -352,8 +352,8 @@ def compare_scheme(
     edges = dict(_EDGES)
     if control:
         edges["text behind a control token"] = f"a{control[0]}b {control[0]} c"
-    with tempfile.TemporaryDirectory(prefix="tightfit-") as folder:
-        path = Path(folder) / "vocabulary.gguf"
+    with temporary_folder() as folder:
+        path = folder / "vocabulary.gguf"
         _write_probe(path, vocabulary, scheme)
         try:
             model = LlamaModel(path, num_positions=32)

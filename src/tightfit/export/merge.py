@@ -19,7 +19,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from tightfit.core.dtypes import MXFP4, Dtype
 from tightfit.core.errors import InvalidInputError, SetupError, UsageError, first_line
-from tightfit.core.files import publish_folder, write_atomic
+from tightfit.core.files import describe_write_error, publish_folder, write_atomic
 from tightfit.core.frozen import Frozen
 from tightfit.core.progress import Progress
 from tightfit.core.reading import read_json_file
@@ -592,7 +592,7 @@ def merge_adapter(request: MergeRequest) -> MergeResult:
         shutil.rmtree(work, ignore_errors=True)
         if isinstance(error, OSError):
             raise SetupError(
-                f"Cannot write {request.target}: {error.strerror or error}.",
+                f"Cannot write {request.target}: {describe_write_error(error, request.target)}.",
                 remedy="--out a folder that is writable and has free space",
             ) from error
         raise

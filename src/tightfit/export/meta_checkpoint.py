@@ -6,7 +6,6 @@ import base64
 import json
 import re
 import shutil
-import tempfile
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError, first_line
+from tightfit.core.files import temporary_folder
 from tightfit.core.reading import open_regular, read_bytes, read_json_file
 from tightfit.core.units import GIB, MIB
 from tightfit.runtime.gguf.file import split_rotary
@@ -289,8 +289,7 @@ def _write_sentencepiece(source: Path, folder: Path) -> dict[str, Any]:
     from transformers import AutoTokenizer
 
     silence_libraries()
-    with tempfile.TemporaryDirectory(prefix="tightfit-") as text:
-        work = Path(text)
+    with temporary_folder() as work:
         shutil.copyfile(source, work / "tokenizer.model")
         (work / "config.json").write_text('{"model_type": "llama"}')
         settings = {"tokenizer_class": "LlamaTokenizer", "add_bos_token": True}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import secrets
 import shutil
 import struct
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from pydantic import NonNegativeInt, PositiveFloat, PositiveInt
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError, SetupError
-from tightfit.core.files import sync, write_atomic
+from tightfit.core.files import describe_write_error, sync, unique_partial, write_atomic
 from tightfit.core.frozen import Frozen
 from tightfit.core.reading import open_descriptor, read_bytes
 from tightfit.core.sampling import Sampling
@@ -262,7 +261,7 @@ def read_farm(folder: Path) -> FarmFile | None:
 
 def make_farm(folder: Path, farm: FarmFile, prompts: Sequence[Prompt]) -> bool:
     """The whole folder at once: ready to be worked on, or not at all. False: there is one."""
-    made = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}")
+    made = unique_partial(folder)
     try:
         made.mkdir()
         for name in FOLDERS:
@@ -277,7 +276,7 @@ def make_farm(folder: Path, farm: FarmFile, prompts: Sequence[Prompt]) -> bool:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
             return False
         raise SetupError(
-            f"Cannot write {folder}: {error.strerror or error}.",
+            f"Cannot write {folder}: {describe_write_error(error, folder)}.",
             remedy="choose a folder that is writable and has free space: --out FILE",
         ) from error
     return True
@@ -285,7 +284,7 @@ def make_farm(folder: Path, farm: FarmFile, prompts: Sequence[Prompt]) -> bool:
 
 def remove_farm(folder: Path) -> None:
     """Aside first, at once: a worker that still runs finds nothing rather than a part."""
-    aside = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.old")
+    aside = unique_partial(folder)
     try:
         os.rename(folder, aside)  # noqa: PTH104
     except FileNotFoundError:

@@ -21,7 +21,7 @@ import psutil
 from pydantic import ValidationError
 
 from tightfit.core.errors import NotFoundError, SetupError, UsageError
-from tightfit.core.files import write_atomic
+from tightfit.core.files import describe_write_error, write_atomic
 from tightfit.core.reading import read_bytes
 from tightfit.engines.open import EngineRequest
 from tightfit.farming.folder import (
@@ -341,7 +341,7 @@ class Submitter:
     def _explain(self, error: OSError) -> SetupError:
         if self._store.is_at(self._folder):
             return SetupError(
-                f"{self._folder}: {error.strerror or error}.",
+                f"{self._folder}: {describe_write_error(error, self._folder)}.",
                 remedy="mend that and give the same command again; the workers go on meanwhile",
             )
         self._pool.stop()

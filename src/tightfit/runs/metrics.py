@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, ValidationError
 
 from tightfit.core.errors import SetupError
-from tightfit.core.files import write_atomic
+from tightfit.core.files import describe_write_error, write_atomic
 from tightfit.core.frozen import Frozen
 from tightfit.core.reading import read_bytes
 from tightfit.core.units import GIB
@@ -138,8 +138,9 @@ def append_record(path: Path, record: Record) -> None:
         finally:
             os.close(handle)
     except OSError as error:
+        why = describe_write_error(error, path, num_bytes=len(line))
         raise SetupError(
-            f"Cannot write {str(path)!r}: {error.strerror or error}.",
+            f"Cannot write {str(path)!r}: {why}.",
             remedy="make room on that disk, then the same command again goes on from the last "
             "checkpoint",
         ) from error

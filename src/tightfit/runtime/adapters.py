@@ -124,6 +124,10 @@ def save_adapter(model: PeftModel, folder: Path, state: dict[str, Any] | None = 
         every = model.named_parameters(remove_duplicate=False)
         named = {name: first[id(parameter)] for name, parameter in every}
         state = state | {name: state[known] for name, known in named.items() if known in state}
+    config: Any
+    for config in model.peft_config.values():
+        if isinstance(config.target_modules, set):  # in an order of each process's own
+            config.target_modules = sorted(config.target_modules)
     model.save_pretrained(
         str(folder),
         state_dict=state,
@@ -334,6 +338,62 @@ def check_adapter_config(folder: Path) -> None:
         raise InvalidInputError(
             f"{path}: `{name}` is {value}, which no adapter has.", remedy="copy the adapter again"
         )
+    for name, value in found.items():
+        for regex in _list_regexes(name, value):
+            if not _is_quick(regex):
+                raise InvalidInputError(
+                    f"{path}: `{name}` has {printable(repr(regex), most=60)}, which could take for "
+                    "ever to match.",
+                    remedy="name the modules one by one: a list in its place",
+                )
+
+
+_REGEXES = ("target_modules", "exclude_modules", "layers_pattern", "rank_pattern", "alpha_pattern")
+"""Settings whose texts, items or keys peft matches with the names of modules."""
+_MAX_REGEX_CHARS = 10_000
+_MAX_REPEATS = 4
+"""Of parts without a limit in one alternative: the time grows as this power of a name's length."""
+
+
+def _list_regexes(name: str, value: object) -> list[str]:
+    if name not in _REGEXES or value is None:
+        return []
+    return [value] if isinstance(value, str) else [str(item) for item in value]  # type: ignore[attr-defined]
+
+
+def _is_quick(regex: str) -> bool:
+    """Whether matching takes no time that a stranger may choose: no repeat inside a repeat."""
+    try:
+        from re import _parser as parser
+    except ImportError:  # Python 3.10
+        import sre_parse as parser
+    if len(regex) > _MAX_REGEX_CHARS:
+        return False
+    try:
+        return _count_repeats(parser.parse(regex), parser) <= _MAX_REPEATS
+    except (re.error, RecursionError, OverflowError):
+        return False
+
+
+def _count_repeats(parts: Any, parser: Any) -> int:
+    """The most in one alternative; too many where a repeat holds a repeat or a choice."""
+    count = 0
+    for kind, value in parts:
+        if str(kind) in ("MAX_REPEAT", "MIN_REPEAT", "POSSESSIVE_REPEAT"):
+            _, most, inner = value
+            within = _count_repeats(inner, parser)
+            # What can match the same text in two ways doubles the time with each repeat.
+            is_ambiguous = within or "BRANCH" in repr(inner)
+            count += within if most == 1 else _MAX_REPEATS + 1 if is_ambiguous else 1
+        elif str(kind) == "BRANCH":
+            count += max(_count_repeats(branch, parser) for branch in value[1])
+        elif isinstance(value, tuple | list):
+            count += sum(
+                _count_repeats(inner, parser)
+                for inner in value
+                if isinstance(inner, parser.SubPattern)
+            )
+    return count
 
 
 def _is_setting(name: str, value: object) -> bool:

@@ -10,11 +10,10 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import tempfile
 from pathlib import Path, PurePosixPath
 
 from tightfit.core.errors import SetupError, UserError
-from tightfit.core.files import atomic_folder
+from tightfit.core.files import atomic_folder, temporary_folder
 from tightfit.core.import_path import module_words
 from tightfit.runtime.llama_cpp import REMEDY, RpcFolder, has_llama, installed_release, rpc_folder
 
@@ -51,9 +50,9 @@ def build_rpc() -> RpcFolder:
     try:
         with (
             atomic_folder(folder.path, is_shared=True) as made,
-            tempfile.TemporaryDirectory(prefix="tightfit-") as home,
+            temporary_folder() as home,
         ):
-            _compile(_fetch_source(Path(home)), RpcFolder(made))
+            _compile(_fetch_source(home), RpcFolder(made))
     except OSError as error:
         raise SetupError(
             f"{folder.path} cannot be made: {error.strerror or error}.",

@@ -8,6 +8,7 @@ import hashlib
 import importlib.util
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -201,6 +202,11 @@ def check_opens(path: Path) -> None:
         code: int | None = done.returncode
     except subprocess.TimeoutExpired:
         code = None
+    if code == -signal.SIGKILL:  # which says nothing about the file
+        raise SetupError(
+            f"The process that tries {path} was killed, as the system does where memory runs out.",
+            remedy="free some memory, then the same command again",
+        )
     if code != 0:
         ending = "does not come to an end" if code is None else "fails"
         ending = "crashes" if code is not None and code < 0 else ending

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from tightfit.core.dtypes import MXFP4
 from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError, first_line
-from tightfit.core.files import atomic_folder, cache_folder
+from tightfit.core.files import atomic_folder, cache_folder, describe_write_error
 from tightfit.core.packages import require_packages
 from tightfit.core.reading import read_json_file
 from tightfit.core.settings import Method
@@ -166,7 +166,7 @@ def _make_once(home: Path, fill: Callable[[Path], None]) -> None:
     except OSError as error:
         if not home.is_dir():
             raise SetupError(
-                f"Cannot write the converted model to {home}: {error.strerror or error}.",
+                f"Cannot write the converted model to {home}: {describe_write_error(error, home)}.",
                 remedy="set TIGHTFIT_CACHE to a folder that is writable and has free space",
             ) from error
 

@@ -11,7 +11,14 @@ from pathlib import Path
 import psutil
 
 from tightfit.core.errors import SetupError, UsageError
-from tightfit.core.files import atomic_file, atomic_folder, nearest_folder, partial_path, take_lock
+from tightfit.core.files import (
+    atomic_file,
+    atomic_folder,
+    describe_write_error,
+    nearest_folder,
+    partial_path,
+    take_lock,
+)
 from tightfit.core.units import render_bytes
 
 REJECTED = ".rejected"
@@ -130,6 +137,6 @@ def _report_errors(target: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise SetupError(
-            f"Cannot write {str(target)!r}: {error.strerror or error}.",
+            f"Cannot write {str(target)!r}: {describe_write_error(error, target)}.",
             remedy="--out a path that is writable and has free space",
         ) from error

@@ -19,7 +19,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError, SetupError, UserError
-from tightfit.core.files import PARTIAL, atomic_folder, partial_path, write_atomic
+from tightfit.core.files import (
+    PARTIAL,
+    atomic_folder,
+    describe_write_error,
+    partial_path,
+    write_atomic,
+)
 from tightfit.core.frozen import Frozen
 from tightfit.core.new_tokens import NewTokens
 from tightfit.core.reading import read_bytes, read_json_file
@@ -96,7 +102,8 @@ def write_checkpoint(
             raise
         before = "The one before it is intact." if _list_newest_first(run) else "It is the first."
         raise SetupError(
-            f"Cannot write the checkpoint {str(folder)!r}: {cause.strerror or cause}. {before}",
+            f"Cannot write the checkpoint {str(folder)!r}: "
+            f"{describe_write_error(cause, folder)}. {before}",
             remedy=f"make room (df -h {run.path}), then start the same command again",
         ) from error
     if writes:
@@ -207,7 +214,7 @@ def write_artefact(run: RunFolder, engine: TrainEngine, plan: Plan, context: Dis
                 write_tokenizer_files(run, base, partial, plan.strategy.new_tokens)
         except OSError as error:
             raise SetupError(
-                f"Cannot write {str(folder)!r}: {error.strerror or error}.",
+                f"Cannot write {str(folder)!r}: {describe_write_error(error, folder)}.",
                 remedy="make room, then start the same command again: it continues from "
                 "the last checkpoint",
             ) from error

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tightfit.core.errors import EXIT_BUG, EXIT_OUT_OF_MEMORY, EXIT_REQUEUE, SetupError, UserError
+from tightfit.core.files import describe_write_error
 from tightfit.core.secrets import hide_secrets
 from tightfit.core.settings import Method
 from tightfit.core.strategy import MEMORY_VARIABLE
@@ -154,7 +155,8 @@ class Worker:
             saved = self._count_saved()
             kept = f"The checkpoint of step {saved} is intact" if saved else "Nothing was saved yet"
             return self.fail(
-                f"Cannot write in {self._run.path}: {cause.strerror}. {kept}.",
+                f"Cannot write in {self._run.path}: "
+                f"{describe_write_error(cause, self._run.path)}. {kept}.",
                 f"make room (df -h {self._run.path}), then start the same command again",
                 SetupError.exit_code,
             )

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from chaos_nursery import Nursery
 
+from nursery import WORKER, Nursery
 from tiny_jobs import PATIENCE_SECONDS, Job, kill_tree, read_adapter, wait_for
 
 pytest_plugins = ("chaos_fixtures",)
@@ -64,7 +64,7 @@ def test_twenty_kills(tmp_path: Path, undisturbed: Job) -> None:
     rng = random.Random(20)
     num_half_written, events = 0, 0
     slow = job.slow_from(NUM_STEPS)
-    nursery = Nursery(job)
+    nursery = Nursery(job.surroundings())
     try:
         for number in range(NUM_KILLS):
             newest = find_newest(job)
@@ -141,7 +141,7 @@ def kill_worker(job: Job, nursery: Nursery, happened: Callable[[], bool]) -> Non
 
 def kill_worker_if(job: Job, nursery: Nursery, happened: Callable[[], bool]) -> bool:
     """False where it had finished before."""
-    pid = nursery.start(job.run)
+    pid = nursery.start(WORKER, job.run, log=job.run / "log.txt")
     end = time.monotonic() + PATIENCE_SECONDS
     while not safely(happened):
         assert time.monotonic() < end, job.log()

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tightfit.core.files import atomic_file, atomic_folder, remove_stale_partials
+from tightfit.core.errors import SetupError
+from tightfit.core.files import atomic_file, atomic_folder, write_atomic
 
 
 def names(folder: Path) -> list[str]:
@@ -54,10 +60,53 @@ def test_of_several_makers_the_first_to_finish_wins(tmp_path: Path) -> None:
     assert names(tmp_path) == ["key"]
 
 
-def test_only_old_leftovers_are_removed(tmp_path: Path) -> None:
-    for name in ("old.partial", "new.partial", "whole"):
-        (tmp_path / name).mkdir()
-    long_ago = time.time() - 1000
-    os.utime(tmp_path / "old.partial", (long_ago, long_ago))
-    remove_stale_partials(tmp_path, age_seconds=500)
-    assert names(tmp_path) == ["new.partial", "whole"]
+def test_only_what_dead_processes_left_is_removed(tmp_path: Path) -> None:
+    """Of a file, a shared folder and a temporary folder; a living process's are not touched."""
+    child = subprocess.run(
+        [sys.executable, "-c", LEAVE, str(tmp_path)], check=False, stdout=subprocess.DEVNULL
+    )
+    assert child.returncode == -signal.SIGKILL
+    left = names(tmp_path)
+    assert len(left) == 3, left
+    (tmp_path / "mine.partial").mkdir()
+    living = [re.sub(r"-\d+-(\w+)-\d+", rf"-{os.getppid()}-\1-0", name) for name in left]
+    for name in living:
+        (tmp_path / name).touch()
+    foreign = re.sub(r"\w{6}-(\d+-\w+-\d+)", r"ffffff-\1", left[0])
+    for name, age_seconds in ((foreign + "0", 3600), (foreign + "1", 2 * 86400)):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (time.time() - age_seconds,) * 2)
+
+    write_atomic(tmp_path / "new", "")
+
+    assert names(tmp_path) == sorted([*living, "mine.partial", "new", foreign + "0"])
+
+
+LEAVE = """
+import os, signal, sys
+from pathlib import Path
+from tightfit.core import files
+home = Path(sys.argv[1])
+files.sync = lambda path: os.kill(os.getpid(), signal.SIGKILL)
+with files.temporary_folder(home), files.atomic_folder(home / "shared", is_shared=True):
+    os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    files.Path.replace = os.replace
+    files.write_atomic(home / "file", "text")
+"""
+
+
+def test_a_full_disk_is_told_with_what_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    (tmp_path / "plan.json").write_text("old")
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(SetupError) as caught:
+        write_atomic(tmp_path / "plan.json", bytes(3 * 1024))
+    assert "No space left on device" in caught.value.problem
+    assert f"{tmp_path} has" in caught.value.problem
+    assert "3.0 KiB are needed" in caught.value.problem
+    assert (tmp_path / "plan.json").read_text() == "old"
+    assert names(tmp_path) == ["plan.json"]

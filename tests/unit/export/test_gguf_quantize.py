@@ -238,7 +238,6 @@ def test_metadata_travels_and_names_the_importance(plain: Path, tmp_path: Path) 
     target = tmp_path / "small.gguf"
     importance = Importance(
         values={"blk.0.ffn_up.weight": np.ones(256, np.float32)},
-        file="own.gguf",
         dataset="rows.jsonl",
         num_chunks=3,
     )
@@ -249,7 +248,6 @@ def test_metadata_travels_and_names_the_importance(plain: Path, tmp_path: Path) 
     changed = {key for key in old | new if old.get(key) != new.get(key)}
     assert changed == {
         "general.file_type",
-        "quantize.imatrix.file",
         "quantize.imatrix.dataset",
         "quantize.imatrix.entries_count",
         "quantize.imatrix.chunks_count",

@@ -23,7 +23,7 @@ from tightfit.api.training.recipe import (
     refuse_changes,
 )
 from tightfit.core.errors import SetupError, UsageError, UserError
-from tightfit.core.files import open_locked, write_atomic
+from tightfit.core.files import describe_write_error, open_locked, write_atomic
 from tightfit.core.text import sanitize
 from tightfit.planning.plan import Plan
 from tightfit.runs.metrics import EventRecord, append_record
@@ -162,7 +162,7 @@ def _first_free(folder: Path, separator: str, *, start: int) -> Path:
 
 def folder_error(folder: Path, error: OSError) -> SetupError:
     return SetupError(
-        f"Cannot make the folder {sanitize(str(folder))}: {error.strerror or error}.",
+        f"Cannot make the folder {sanitize(str(folder))}: {describe_write_error(error, folder)}.",
         remedy="choose a folder that is writable: --output FOLDER",
     )
 

@@ -18,7 +18,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -53,7 +53,15 @@ from tightfit.core.errors import (
     SetupError,
     UsageError,
 )
-from tightfit.core.files import open_locked, read_holder, take_lock, write_atomic, write_holder
+from tightfit.core.files import (
+    describe_write_error,
+    open_locked,
+    read_holder,
+    take_lock,
+    temporary_folder,
+    write_atomic,
+    write_holder,
+)
 from tightfit.core.units import render_bytes
 from tightfit.planning.fallback import list_fallbacks
 from tightfit.planning.plan import Plan
@@ -77,7 +85,7 @@ def lock_run(
         handle = open_locked(path, wait_seconds=wait_seconds, is_required=False)
     except OSError as error:
         raise SetupError(
-            f"Cannot write in {run.path}: {error.strerror or error}.",
+            f"Cannot write in {run.path}: {describe_write_error(error, path)}.",
             remedy="choose a folder that is writable: --output FOLDER",
         ) from error
     if handle is None:
@@ -363,9 +371,16 @@ def _run_until_final(job: _Job, plan: Plan) -> RunState:
 
 def _run_once(job: _Job, plan: Plan) -> int:
     """Start, follow and pass signals on, until the workers are gone."""
-    command = job.command or worker_command(
-        plan, job.run.path, job.rendezvous, attempt=count_failed_plans(job.run)
-    )
+    is_torchrun = plan.strategy.world_size > 1 or job.rendezvous is not None
+    with temporary_folder() if is_torchrun else nullcontext() as logs:
+        attempt = count_failed_plans(job.run)
+        command = job.command or worker_command(
+            plan, job.run.path, job.rendezvous, attempt=attempt, logs=logs
+        )
+        return _start_and_follow(job, plan, command)
+
+
+def _start_and_follow(job: _Job, plan: Plan, command: Sequence[str]) -> int:
     environment = worker_environment(
         plan,
         job.rendezvous,

@@ -36,8 +36,9 @@ def worker_command(
     *,
     attempt: int = 0,
     worker: str = WORKER,
+    logs: Path | None = None,
 ) -> list[str]:
-    """Plain Python for one process, torchrun for several.
+    """Plain Python for one process, torchrun for several, which keeps its own files in `logs`.
 
     `attempt` keeps nodes that still meet for an abandoned plan apart from those of the next.
     """
@@ -48,7 +49,7 @@ def worker_command(
         endpoint=f"{LOOPBACK}:0", local_address=LOOPBACK, max_restarts=0
     )
     is_host = "" if meet.is_here is None else f",is_host={str(meet.is_here).lower()}"
-    options = {
+    options: dict[str, object] = {
         "--nnodes": strategy.num_nodes,
         "--nproc-per-node": strategy.gpus_per_node,
         "--rdzv-backend": "c10d",
@@ -57,6 +58,8 @@ def worker_command(
         "--rdzv-conf": f"join_timeout={JOIN_SECONDS}{is_host}",
         "--max-restarts": meet.max_restarts,
     }
+    if logs is not None:  # in /tmp it would leave a folder each time
+        options["--log-dir"] = logs
     if meet.local_address is not None:
         options["--local-addr"] = meet.local_address
     words = [word for name, value in options.items() for word in (name, str(value))]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 import socket
-import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
@@ -51,7 +50,7 @@ from tightfit.clusters.slurm.script import (
     write_script,
 )
 from tightfit.core.errors import NotFoundError, SetupError, UsageError, UserError
-from tightfit.core.files import locked_file, write_atomic
+from tightfit.core.files import locked_file, temporary_folder, write_atomic
 from tightfit.core.text import printable, shorten
 from tightfit.core.units import parse_time_limit, render_seconds
 from tightfit.hardware.inventory import Inventory, plannable_cluster
@@ -189,11 +188,11 @@ class SlurmBackend(ClusterBackend):
         ]
 
     def check(self, draft: Draft) -> str | None:
-        with tempfile.NamedTemporaryFile("w", suffix=".sbatch") as stream:
-            stream.write(draft.text)
-            stream.flush()
+        with temporary_folder() as folder:
+            script = folder / SCRIPT_FILE
+            script.write_text(draft.text)
             try:
-                return check_script(Path(stream.name))
+                return check_script(script)
             except SetupError as error:
                 return error.problem
 

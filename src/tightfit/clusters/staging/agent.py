@@ -245,9 +245,8 @@ class Agent:
 
     def finish(self) -> Answer:
         """Give the copy its name and remember where it is."""
-        path = self.store.finish()
-        remember_place(self.store.home.parent)
-        return {"path": str(path)}
+        remember_place(self.store.home.parent)  # first: a copy that is there is found
+        return {"path": str(self.store.finish())}
 
     def list(self, *, to: str) -> Answer:
         return {"host": socket.gethostname(), "copies": list_copies(find_home(Path(to)))}

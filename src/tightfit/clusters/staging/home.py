@@ -15,7 +15,13 @@ from pathlib import Path
 import psutil
 
 from tightfit.core.errors import NotFoundError, SetupError, UsageError
-from tightfit.core.files import PARTIAL, open_locked, read_holder, write_holder
+from tightfit.core.files import (
+    PARTIAL,
+    describe_write_error,
+    open_locked,
+    read_holder,
+    write_holder,
+)
 from tightfit.core.frozen import Frozen
 from tightfit.core.units import GIB, render_bytes
 from tightfit.hardware.machine import CGROUP, NO_LIMIT_BYTES, PROC, list_groups, read_text
@@ -81,7 +87,7 @@ def make_home(home: Path) -> Path:
         home.chmod(0o700)
     except OSError as error:
         raise SetupError(
-            f"Cannot write {home} on {socket.gethostname()}: {error.strerror or error}.",
+            f"Cannot write {home} on {socket.gethostname()}: {describe_write_error(error, home)}.",
             remedy="--to a folder that is writable on every node",
         ) from error
     return home

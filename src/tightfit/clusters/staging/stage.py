@@ -243,6 +243,9 @@ class Stager:
     def run(self) -> StageResult:
         self._look()
         if self._team.is_filled:
+            is_published = all(reply["is_whole"] for reply in self._looked.values())
+            if not is_published and not self._request.is_dry:  # the one before was killed
+                self._finish()
             return self._make_result(None)
         self._team.order()
         began = time.monotonic()

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from tightfit.clusters.staging.home import PROGRESS, make_home, measure_folder, remove_copy
 from tightfit.core.errors import SetupError
-from tightfit.core.files import PARTIAL, sync, write_atomic
+from tightfit.core.files import PARTIAL, describe_write_error, sync, write_atomic
 from tightfit.core.reading import read_bytes
 from tightfit.runtime.staged import (
     MANIFEST_ENDING,
@@ -255,6 +255,7 @@ class Store:
     def remove_stale(self) -> None:
         """Copies and parts of other versions of the files: nobody may use them any more."""
         if self.is_whole:
+            self._progress_path.unlink(missing_ok=True)  # of a staging that was killed at its end
             return
         if not self.digests:
             remove_copy(self.home, self.wanted.key)
@@ -309,7 +310,7 @@ class Store:
                 self.digests[index] = digest
         except OSError as error:
             raise SetupError(
-                f"Cannot write {self._partial}: {error.strerror or error}.",
+                f"Cannot write {self._partial}: {describe_write_error(error, self._partial)}.",
                 remedy="make room there, then start this again: it goes on where it stopped",
             ) from error
 

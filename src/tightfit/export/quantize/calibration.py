@@ -151,7 +151,6 @@ class Importance:
 
     values: Mapping[str, NDArray[np.float32]]
     """By the tensor's name in the GGUF file."""
-    file: str
     dataset: str
     num_chunks: int
 
@@ -279,7 +278,6 @@ def read_importance(path: Path) -> Importance:
         }
         return Importance(
             values=values,
-            file=path.name,
             dataset=str(reader.fields["imatrix.datasets"].contents()[0]),
             num_chunks=int(reader.fields["imatrix.chunk_count"].contents()),
         )

@@ -487,8 +487,8 @@ def _copy_metadata(
     writer.add_file_type(int(gguf.LlamaFileType[f"MOSTLY_{target.engine_name}"]))
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     if importance is not None:
-        # The names llama-quantize gives them: tools/quantize/quantize.cpp.
-        writer.add_string("quantize.imatrix.file", importance.file)
+        # The names llama-quantize gives them: tools/quantize/quantize.cpp. Without the file's: the
+        # cache names it by times, and the same model gives the same result.
         writer.add_string("quantize.imatrix.dataset", importance.dataset)
         writer.add_uint32("quantize.imatrix.entries_count", len(importance.values))
         writer.add_uint32("quantize.imatrix.chunks_count", importance.num_chunks)

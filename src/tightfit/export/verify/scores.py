@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from math import exp, inf, sqrt
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tightfit.core.dtypes import Dtype, find_plain_dtype
 from tightfit.core.errors import SetupError, UsageError
-from tightfit.core.files import cache_folder
+from tightfit.core.files import cache_folder, describe_write_error, temporary_folder
 from tightfit.core.findings import Z99, Finding, Interval, Status, estimate_share
 from tightfit.core.text import did_you_mean
 from tightfit.engines.protocol import Engine
@@ -41,20 +40,19 @@ class ScoreStore:
         import numpy as np
 
         self.windows = windows
-        self._folder: Path | None = None
+        self._files = ExitStack()
         shape = (sum(map(len, windows)), num_vocabulary)
         num_bytes = 4 * shape[0] * shape[1]
         if num_bytes <= _IN_MEMORY_BYTES:
             self.scores: NDArray[np.float32] = np.empty(shape, np.float32)
             return
-        self._folder = _make_folder(num_bytes)
-        self.scores = np.memmap(self._folder / "scores.f32", np.float32, "w+", shape=shape)
+        folder = self._files.enter_context(_make_folder(num_bytes))
+        self.scores = np.memmap(folder / "scores.f32", np.float32, "w+", shape=shape)
 
     def close(self) -> None:
         """Free disk and memory."""
         del self.scores
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        self._files.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,17 +169,18 @@ def _log_softmax(rows: NDArray[np.float64]) -> NDArray[np.float64]:
     return made
 
 
-def _make_folder(num_bytes: int) -> Path:
+@contextmanager
+def _make_folder(num_bytes: int) -> Iterator[Path]:
     home = cache_folder()
     remedy = "--tokens with a smaller number, or TIGHTFIT_CACHE=/a/larger/disk"
     check_room(home, num_bytes, remedy=remedy)
     try:
         home.mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(dir=home, prefix="verify-", suffix=".partial"))
+        with temporary_folder(home, name="verify") as folder:
+            yield folder
     except OSError as error:
-        raise SetupError(
-            f"Cannot write in {home}: {error.strerror or error}.", remedy=remedy
-        ) from error
+        why = describe_write_error(error, home / "verify", num_bytes=num_bytes)
+        raise SetupError(f"Cannot write in {home}: {why}.", remedy=remedy) from error
 
 
 # Means with 99% intervals, so that a small sample decides nothing by chance.

@@ -11,7 +11,6 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +22,7 @@ import torch
 from torch import distributed
 from torch.nn import functional
 
+from tightfit.core.files import temporary_folder
 from tightfit.core.import_path import module_words
 from tightfit.core.units import GIB, MIB
 from tightfit.hardware.calibration import CollectiveTime, HostLink
@@ -65,12 +65,12 @@ def measure_collectives(
 ) -> tuple[list[CollectiveTime], str]:
     """Measured rows, and the reason if there are none."""
     with (
-        tempfile.TemporaryDirectory(prefix="tightfit-calibrate-") as folder,
+        temporary_folder() as folder,
         ThreadPoolExecutor(num_ranks) as pool,
     ):
 
         def run(rank: int) -> subprocess.CompletedProcess[str]:
-            words = module_words(MODULE, folder, backend, str(num_ranks), str(rank))
+            words = module_words(MODULE, str(folder), backend, str(num_ranks), str(rank))
             return subprocess.run(
                 [sys.executable, *words],
                 capture_output=True,
@@ -84,7 +84,7 @@ def measure_collectives(
         except subprocess.TimeoutExpired:
             return [], f"collectives: no answer within {timeout_seconds:.0f} s"
         failed = [one.stderr.strip().splitlines()[-1:] for one in done if one.returncode != 0]
-        result = Path(folder) / "rows.json"
+        result = folder / "rows.json"
         if not result.exists():
             error = next((lines[0][:200] for lines in failed if lines), "a worker failed")
             return [], f"collectives: {error}"

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tightfit.core.errors import SetupError, UsageError
-from tightfit.core.files import atomic_file, open_locked, sync, write_atomic
+from tightfit.core.files import atomic_file, describe_write_error, open_locked, sync, write_atomic
 from tightfit.core.reading import open_regular
 
 SYNC_ANSWERS = 64
@@ -108,7 +108,10 @@ class Journal:
 
     def sync(self) -> None:
         """Flush what was written so far to the disk."""
-        os.fsync(self._handle)
+        try:
+            os.fsync(self._handle)
+        except OSError as error:
+            raise _cannot_write(self.path, error) from error
         self._unsynced, self._synced_s = 0, time.monotonic()
 
     def rows(self) -> Iterator[bytes]:
@@ -315,7 +318,7 @@ def check_out_path(out: Path) -> None:
 
 def _cannot_write(path: Path, error: OSError) -> SetupError:
     return SetupError(
-        f"Cannot write {path}: {error.strerror or error}.",
+        f"Cannot write {path}: {describe_write_error(error, path)}.",
         remedy="make room or choose another folder with --out; what was answered so far is kept, "
         "and the same command goes on",
     )

@@ -14,7 +14,7 @@ from typing import Literal
 from pydantic import ValidationError
 
 from tightfit.core.errors import SetupError
-from tightfit.core.files import sync, take_lock
+from tightfit.core.files import describe_write_error, sync, take_lock
 from tightfit.core.frozen import Frozen
 from tightfit.core.reading import describe_kind, open_regular
 
@@ -145,6 +145,6 @@ def check_votes_path(path: Path) -> None:
 
 def _cannot_write_votes(path: Path, error: OSError) -> SetupError:
     return SetupError(
-        f"Cannot keep votes in {str(path)!r}: {error.strerror or error}.",
+        f"Cannot keep votes in {str(path)!r}: {describe_write_error(error, path)}.",
         remedy="--votes FILE in a folder that is writable and has free space",
     )

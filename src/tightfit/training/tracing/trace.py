@@ -7,13 +7,11 @@ from __future__ import annotations
 import json
 import os
 import signal
-import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from multiprocessing import get_context
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tightfit.core.child_process import end_with_parent
+from tightfit.core.files import temporary_folder
 from tightfit.core.objectives import ExampleKind
 from tightfit.core.objectives import Objective as ObjectiveKind
 from tightfit.core.settings import MAX_SEQ_LEN, Sharding
@@ -309,8 +308,7 @@ def _record(job: TraceJob, num_run: int) -> Recording:
         strategy = to_deepspeed_strategy(strategy)
     capability = job.compute_capability
     has_varlen = capability is not None and capability >= (8, 0)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with temporary_folder() as folder:
         (folder / "config.json").write_text(json.dumps(job.config), "utf-8")
         training = make_training(strategy, folder, random_weights=job.random_weights)
         module = build_meta_module(folder, strategy, training, has_varlen=has_varlen)
