@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import atexit
 import os
-import shutil
 import stat
-import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from tightfit.core.errors import UserError
-from tightfit.core.files import cache_folder
+from tightfit.core.files import cache_folder, temporary_folder
 from tightfit.core.units import GIB
 
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
@@ -43,8 +41,9 @@ def keep_compiled_code() -> Path:
     if folder is not None and _is_own(folder):
         trim(folder)
     else:
-        folder = Path(tempfile.mkdtemp(prefix="tightfit-compiled-"))
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        until_exit = ExitStack()
+        folder = until_exit.enter_context(temporary_folder(name="tightfit-compiled"))
+        atexit.register(until_exit.close)
     os.environ[CACHE_VARIABLE] = str(folder)
     return folder
 

@@ -41,9 +41,8 @@ WIDE = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64
 def write_mixture(folder: Path, model_type: str, *, num_experts: int | None = None) -> Path:
     auto: Any = AutoConfig
     torch.manual_seed(0)
-    more = {} if num_experts is None else {"num_experts": num_experts}
-    if model_type == "gpt_oss" and more:
-        more = {"num_local_experts": num_experts}
+    count = "num_local_experts" if model_type == "gpt_oss" else "num_experts"
+    more = {} if num_experts is None else {count: num_experts}
     config = auto.for_model(**(tiny_config(model_type) | WIDE | more))
     library: Any = AutoModelForCausalLM
     model: Any = library.from_config(config, dtype=torch.bfloat16)
