@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tightfit.core.objectives import Objective
 from tightfit.core.recipe import Recipe, read_recipe
 from tightfit.core.recipe_text import write_recipe
 from tightfit.core.yaml_text import read_yaml, write_text_value
@@ -24,7 +25,9 @@ INNER = [
 @pytest.mark.parametrize("line", [*OPTIONAL, *INNER])
 def test_each_line_behind_a_mark_can_be_stated(line: str, tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
-    path.write_text(f"{TEXT}\n{line}\n")
+    readers = [one.value for one in Objective if line.partition(":")[0] in one.record.settings]
+    objective = f"objective: {readers[0]}\n" if readers else ""
+    path.write_text(f"{TEXT}\n{objective}{line}\n")
 
     section, colon, below = line.partition(":\n")
     stated = getattr(read_recipe(path), section if colon else line.partition(":")[0])
