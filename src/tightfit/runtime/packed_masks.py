@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
-from functools import partial, wraps
+from functools import partial, update_wrapper
 from inspect import signature
 from typing import Any
 
@@ -25,7 +25,10 @@ def hand_positions_to_masks(model: Any) -> None:
     """Let this model's masks read the positions it is called with; it need not take any itself."""
     backbone = getattr(model, model.base_model_prefix, model)
     for part in {id(one): one for one in (model, backbone)}.values():
-        part.forward = _with_positions(part.forward)
+        # Of a bound method: a deep copy of the model binds it to the copied part.
+        takes_positions = "position_ids" in signature(part.forward).parameters
+        run = partial(_run_with_positions, part.forward, takes_positions)
+        part.forward = update_wrapper(run, part.forward)
     code = sys.modules[type(model).__module__]
     for name in _MASKS:
         make = getattr(code, name, None)
@@ -38,19 +41,15 @@ def is_packed() -> bool:
     return _positions.get() is not None
 
 
-def _with_positions(forward: Callable[..., Any]) -> Callable[..., Any]:
-    takes_positions = "position_ids" in signature(forward).parameters
-
-    @wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        found = kwargs.get("position_ids") if takes_positions else kwargs.pop("position_ids", None)
-        token = _positions.set(_positions.get() if found is None else found)
-        try:
-            return forward(*args, **kwargs)
-        finally:
-            _positions.reset(token)
-
-    return run
+def _run_with_positions(
+    forward: Callable[..., Any], takes_positions: bool, *args: Any, **kwargs: Any
+) -> Any:
+    found = kwargs.get("position_ids") if takes_positions else kwargs.pop("position_ids", None)
+    token = _positions.set(_positions.get() if found is None else found)
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        _positions.reset(token)
 
 
 def _make_mask(make: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

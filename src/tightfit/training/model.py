@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from functools import partial
 from importlib import import_module
 from inspect import signature
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -248,7 +249,8 @@ def prepare_model(model: Any, strategy: Strategy, training: Training) -> Any:
     if strategy.compile:
         # Layer by layer: all share one graph, and wrappers stay outside of it.
         for layer in layers:
-            layer.forward = torch.compile(layer.forward)
+            # A bound method: a deep copy of the model binds it to the copied layer.
+            layer.forward = MethodType(torch.compile(layer.forward.__func__), layer)
     recompute_layers(layers[: strategy.count_recomputed(len(layers))])
     return model
 
@@ -259,6 +261,10 @@ def disable_dropout(model: nn.Module) -> None:
     for part in model.modules():
         if isinstance(part, nn.Dropout):
             part.p = 0.0
+        # OPT, BLOOM and StarCoder2 drop by a number of their own (transformers 5.22).
+        for name, value in vars(part).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(part, name, 0.0)
 
 
 def recompute_layers(layers: list[nn.Module]) -> None:

@@ -108,6 +108,7 @@ def train_step(
     scale = engine.world_size / divisor
     sums = []
     if KL_PREFIX + "input_ids" in batches[0]:
+        torch.manual_seed(seeds[0])  # of the adapters' dropout
         with torch.no_grad(), engine.autocast():
             kl = measure_kl(engine, batches, num_examples=divisor)
         batches = [with_kl(batch, kl) for batch in batches]
