@@ -98,8 +98,11 @@ def _write_part(path: Path, part: NDArray[np.float32]) -> None:
 
 
 def _digest_model(strategy: Strategy, training: Training) -> str:
-    """Of the model's files and of what changes its arithmetic. Of a large file samples are read:
-    weights that differ do so all over."""
+    """Of the model's files and of what changes its arithmetic.
+
+    Of a large file samples are read. They would miss a merged adapter of a few layers, so the
+    file's time counts too, which staged copies keep.
+    """
     digest = hashlib.blake2b(digest_size=12)
     numerics = strategy.model_dump_json(
         include={
@@ -112,8 +115,9 @@ def _digest_model(strategy: Strategy, training: Training) -> str:
     digest.update(f"{numerics} {drawn} {training.seed}".encode())
     for path in sorted(Path(training.model_path).iterdir()):
         if path.suffix in (".safetensors", ".bin", ".pth", ".gguf") or path.name == "config.json":
-            size = path.stat().st_size
-            digest.update(f"\n{path.name} {size} ".encode())
+            facts = path.stat()
+            size = facts.st_size
+            digest.update(f"\n{path.name} {size} {facts.st_mtime_ns} ".encode())
             with open_regular(path) as stream:
                 for number in range(_NUM_SAMPLES):
                     stream.seek(number * max(0, size - _SAMPLE_BYTES) // _NUM_SAMPLES)
