@@ -83,9 +83,9 @@ class PreferenceEncoder(RowEncoder):
     def _render(self, messages: list[Message], num_prompt: int) -> RenderedRow:
         """The row of the last answers, with their spans alone."""
         assert self.renderer is not None
-        answers = [m for m in messages[num_prompt:] if m.role == ASSISTANT and m.content.strip()]
+        answers = [m for m in messages[num_prompt:] if m.role == ASSISTANT and not m.is_empty]
         rows = self.renderer.rows(messages)
-        if not rows or (len(rows) > 1 and len(answers) > 1):
+        if not rows or not answers or (len(rows) > 1 and len(answers) > 1):
             raise TemplateRenderError("it does not write all turns of the answer")
         return RenderedRow(rows[-1].text, rows[-1].spans[-len(answers) :])
 

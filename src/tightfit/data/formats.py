@@ -52,7 +52,7 @@ _CALL_ROLES = ("function_call", "tool_call")
 
 THOUGHT_KEYS = ("reasoning_content", "thinking", "reasoning")
 """What data and templates call reasoning that is kept apart from the answer."""
-_TOOL_KEYS = ("tools", "functions")
+TOOL_KEYS = ("tools", "functions")
 
 SUMMARY_REQUEST = "Summarize this:"
 """Put before a dialogue or article, which alone does not say what is wanted of a model."""
@@ -212,7 +212,7 @@ def _parts(row: Row, parts: list[Any], number: int) -> str:
 
 
 def _conversation(row: Row, messages: list[Message]) -> Conversation:
-    given = next((row.values[key] for key in _TOOL_KEYS if row.values.get(key) is not None), None)
+    given = next((row.values[key] for key in TOOL_KEYS if row.values.get(key) is not None), None)
     try:
         tools = read_tools(given)
         messages, tools = _read_hermes(messages, tools)

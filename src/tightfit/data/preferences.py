@@ -15,6 +15,7 @@ from tightfit.core.objectives import ExampleKind
 from tightfit.data.formats import (
     ASSISTANT,
     FORMATS,
+    TOOL_KEYS,
     Message,
     RowFormat,
     Turns,
@@ -102,6 +103,9 @@ def _conversation(row: Row, name: str, value: Any) -> list[Message]:
     prompt_name = _find_any(row, _PROMPTS)
     prompt = row.values[prompt_name] if prompt_name else None
     is_messages = isinstance(value, list) and bool(value) and isinstance(value[0], Mapping)
+    has_tools = any(row.values.get(key) not in (None, "", "[]", []) for key in TOOL_KEYS)
+    if has_tools and (is_messages or isinstance(prompt, list)):
+        raise _bad(row, "it lists tools, which preferences would leave out of the prompt")
     if is_messages:
         chat = FORMATS["chat"].to_messages(row._replace(values={"messages": value}))
         if chat[0].role != ASSISTANT or prompt is None:

@@ -54,6 +54,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"chosen": [USER, GOOD], "rejected": [USER]}, "the rejected answer is empty"),
     ({"chosen": "abc", "rejected": "xyz"}, "share no prompt"),
+    (SPELLINGS["messages"] | {"tools": [{"name": "look"}]}, "lists tools"),
 ]
 
 
