@@ -22,6 +22,11 @@ class ExampleKind(str, Enum):
     LABELLED = "labelled answer"
     """A prompt and an answer that is labelled good or bad."""
 
+    @property
+    def num_sequences(self) -> int:
+        """Per example; each is a row of encoded data."""
+        return 2 if self is ExampleKind.PAIR else 1
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveRecord:
@@ -65,7 +70,7 @@ class ObjectiveRecord:
     @property
     def num_sequences(self) -> int:
         """Sequences per example that gradients flow through."""
-        return 2 if self.example is ExampleKind.PAIR else 1
+        return self.example.num_sequences
 
     @property
     def num_kl_sequences(self) -> int:

@@ -90,7 +90,7 @@ class StoreDescription(Frozen):
 
     @property
     def rows_per_example(self) -> int:
-        return 2 if self.example is ExampleKind.PAIR else 1
+        return self.example.num_sequences
 
 
 class TokenStore:
@@ -354,8 +354,7 @@ def write_synthetic(  # noqa: PLR0913
     draw = np.random.default_rng(_SEED)
     folder.mkdir(parents=True)
     writer = StoreWriter(folder)
-    rows_per_example = 2 if example is ExampleKind.PAIR else 1
-    every = [length for length in lengths for _ in range(rows_per_example)]
+    every = [length for length in lengths for _ in range(example.num_sequences)]
     for number, length in enumerate(every, start=1):
         size = 2 * length if is_encoder_decoder else length
         num_trained = length if is_encoder_decoder else max(1, round(trained_fraction * length))

@@ -72,7 +72,7 @@ def _check_plan(strategy: Strategy, context: DistContext) -> None:
             f"The plan is for one process, and {context.world_size} were started.",
             remedy="start it with tightfit train, which starts as many as the plan says",
         )
-    if strategy.copies_reference and (strategy.sharding.is_fsdp or strategy.sharding.is_zero):
+    if strategy.copies_reference and strategy.sharding.shards_optimizer:
         raise UserError(
             f"A frozen copy of the weights cannot be kept under {strategy.sharding.value}.",
             remedy="--set precompute_reference=true",
