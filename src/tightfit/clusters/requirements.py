@@ -48,7 +48,7 @@ def estimate_run_seconds(plan: Plan) -> float | None:
         return None
     time = plan.estimate.time
     stretched = time.seconds_per_step_high / max(time.seconds_per_step, 1e-12)
-    before = stretched * time.reference_seconds_per_step * (time.steps_per_epoch or 0)
+    before = stretched * time.reference_seconds
     return (time.seconds_per_step_high * plan.num_steps + before) * TIME_FACTOR + START_SECONDS
 
 

@@ -103,13 +103,17 @@ class StepTime(Frozen):
     """To compute the reference's log-probabilities of one step's rows, where that is done before
     training: once for each row, and so not in `seconds_per_step`."""
 
+    @property
+    def reference_seconds(self) -> float:
+        """Of all rows, before the first step; 0 where their number is not known."""
+        return self.reference_seconds_per_step * (self.steps_per_epoch or 0)
+
     def run_seconds(self, num_epochs: float) -> float | None:
         """The whole run, with compiling and the reference before its first step; None where its
         length is not known (no dataset)."""
         if self.seconds_per_epoch is None:
             return None
-        before = self.reference_seconds_per_step * (self.steps_per_epoch or 0)
-        return before + self.compile_seconds + self.seconds_per_epoch * num_epochs
+        return self.reference_seconds + self.compile_seconds + self.seconds_per_epoch * num_epochs
 
 
 class EstimateSummary(NamedTuple):

@@ -445,8 +445,8 @@ def _explain_reference(estimate: Estimate) -> Iterator[str]:
     """What the tokens per second of a plan leave out."""
     time = estimate.time
     each = time.reference_seconds_per_step
-    if each and time.steps_per_epoch:
-        before = render_seconds(each * time.steps_per_epoch)
+    if time.reference_seconds:
+        before = render_seconds(time.reference_seconds)
         yield f"the reference takes {before} before the first step, which the tokens/s leave out"
     elif each:
         share = each / time.seconds_per_step
