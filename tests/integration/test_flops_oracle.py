@@ -10,7 +10,7 @@ import pytest
 from tightfit.core.settings import Method
 from tightfit.core.strategy import Strategy
 from tightfit.estimation.flops import (
-    count_passes_aside,
+    count_forward_only_passes,
     estimate_adapter_flops,
     estimate_forward_flops,
     estimate_step_flops,
@@ -164,9 +164,10 @@ def test_preferences_cost_the_passes_that_they_make(objective: str) -> None:
                 batch = with_kl(batch, measure_kl(holder, [batch], num_examples=BATCH))
         module(**batch).backward()
 
-    # Masked pairs are computed too, in passes aside as well; a row's first token is not predicted.
+    # Masked pairs are computed too, in forward-only passes as well; a row's first token is not
+    # predicted.
     sequences = BATCH * strategy.objective.record.num_sequences
-    passes = 3 + sum(count_passes_aside(strategy))
+    passes = 3 + sum(count_forward_only_passes(strategy))
     counted, square = (
         estimate_forward_flops(spec, num_sequences=sequences, seq_len=LENGTH, skip_masked=skips)
         for skips in (True, False)

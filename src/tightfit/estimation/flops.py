@@ -299,7 +299,7 @@ def estimate_step_flops(
         head_passes = 3.0 if strategy.trains_head else 2.0
         model = 2.0 * forward.linear + 3.0 * forward.attention + 3.0 * adapter
         model += head_passes * forward.head
-    with_adapters, without = count_passes_aside(strategy)
+    with_adapters, without = count_forward_only_passes(strategy)
     model += with_adapters * (forward.total + adapter) + without * forward.total
     share = strategy.count_recomputed(spec.num_layers) / spec.num_layers
     repeated = share * (forward.linear + forward.attention + adapter)
@@ -308,7 +308,7 @@ def estimate_step_flops(
     return StepFlops(model=model, recomputed=repeated)
 
 
-class PassesAside(NamedTuple):
+class ForwardOnlyPasses(NamedTuple):
     """Forward passes without gradients beside each pass that has them, over as many sequences."""
 
     with_adapters: int
@@ -317,10 +317,10 @@ class PassesAside(NamedTuple):
     """Of the reference, where each step runs it."""
 
 
-def count_passes_aside(strategy: Strategy) -> PassesAside:
+def count_forward_only_passes(strategy: Strategy) -> ForwardOnlyPasses:
     record = strategy.objective.record
     reference = count_reference_passes(strategy) if strategy.runs_reference else 0
-    return PassesAside(record.num_kl_sequences // record.num_sequences, reference)
+    return ForwardOnlyPasses(record.num_kl_sequences // record.num_sequences, reference)
 
 
 def count_reference_passes(strategy: Strategy) -> int:

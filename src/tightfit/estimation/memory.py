@@ -17,7 +17,7 @@ from tightfit.estimation.activations import (
     estimate_loss_bytes,
     list_layers,
 )
-from tightfit.estimation.flops import count_passes_aside
+from tightfit.estimation.flops import count_forward_only_passes
 from tightfit.estimation.result import Verdict
 from tightfit.estimation.state import (
     BufferBytes,
@@ -193,7 +193,7 @@ def estimate_moments(
             "communication": buffers.forward,
             **in_forward,
         }
-    if any(count_passes_aside(strategy)):
+    if any(count_forward_only_passes(strategy)):
         widest = max(layer.saved for _, layer in layers)
         is_late = strategy.quirks.late_reference and strategy.runs_reference
         kept = activations.kept if is_late else 0

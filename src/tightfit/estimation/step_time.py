@@ -20,8 +20,8 @@ from tightfit.estimation.flops import (
     NO_ADAPTERS,
     AdapterSums,
     Workload,
+    count_forward_only_passes,
     count_pairs,
-    count_passes_aside,
     count_reference_passes,
     estimate_adapter_flops,
     estimate_step_flops,
@@ -377,7 +377,7 @@ class Passes(NamedTuple):
     computes again."""
     backward: PassSeconds
     """Of both, without recomputation."""
-    aside: PassSeconds
+    forward_only: PassSeconds
     """All forward passes without gradients."""
     reference: PassSeconds
     """One forward pass of the reference: the head's, and the blocks' without adapters."""
@@ -403,14 +403,14 @@ def time_passes(job: MicroBatch) -> Passes:
         if strategy.trains_head:
             matmul += products.head_weights
         backward = _time_blocks(job, matmul, backward=True)
-    reference, aside = _time_aside(job, products, blocks)
+    reference, forward_only = _time_forward_only(job, products, blocks)
     # Products slow down to the clock that the power limit allows; unfused attention is
     # memory-bound and keeps its time. Leaves out the update, which also lets the clock recover.
     passes = (
         (blocks, 1.0 + job.recomputed_fraction),
         (head, 1.0),
         (backward, 1.0),
-        (aside, 1.0),
+        (forward_only, 1.0),
         (reference, 0.0),
     )
     is_fused = find_unfused_attention(job.spec, strategy, is_cpu=job.is_cpu) is None
@@ -427,7 +427,7 @@ def time_passes(job: MicroBatch) -> Passes:
     )
 
 
-def _time_aside(
+def _time_forward_only(
     job: MicroBatch, products: MatmulSeconds, blocks: PassSeconds
 ) -> tuple[PassSeconds, PassSeconds]:
     """One pass of the reference, and all passes without gradients of a micro-batch."""
@@ -441,9 +441,9 @@ def _time_aside(
     if job.strategy.dora:
         base = base._replace(strategy=job.strategy.model_copy(update={"dora": False}))
     reference = _time_blocks(base, products.blocks, backward=False).plus(head)
-    with_adapters, without = count_passes_aside(job.strategy)
-    aside = blocks.plus(head).times(with_adapters).plus(reference.times(without))
-    return reference, aside
+    with_adapters, without = count_forward_only_passes(job.strategy)
+    forward_only = blocks.plus(head).times(with_adapters).plus(reference.times(without))
+    return reference, forward_only
 
 
 def _time_blocks(job: MicroBatch, matmul: float, *, backward: bool) -> PassSeconds:
@@ -597,14 +597,14 @@ def estimate_step_time(
     strategy = as_loaded(spec, strategy)
     job = _describe_micro_batch(spec, strategy, node, profile)
     passes = time_passes(job)
-    blocks, head, backward, aside, reference = passes
+    blocks, head, backward, forward_only, reference = passes
     learning = (blocks, head, backward)
     repeated = job.recomputed_fraction * blocks.total
     # Of one micro-batch: transfers overlap with them.
     forward_seconds, backward_seconds = blocks.total + head.total, backward.total + repeated
     launch = _launch_seconds(job, forward=forward_seconds, backward=backward_seconds)
-    num_aside = sum(count_passes_aside(strategy))
-    launch += num_aside * _launch_aside_seconds(job, reference)
+    num_forward_only = sum(count_forward_only_passes(strategy))
+    launch += num_forward_only * _launch_forward_only_seconds(job, reference)
     times = strategy.grad_accum
     parts = {
         "matmul": times * sum(p.matmul for p in learning),
@@ -612,14 +612,14 @@ def estimate_step_time(
         "memory_bound": times * sum(p.memory_bound for p in learning),
         "recompute": times * repeated,
         "dequantize": times * sum(p.dequantize for p in learning),
-        "reference": times * aside.total,
+        "reference": times * forward_only.total,
         "launch": times * launch,
         "hooks": times * _hook_seconds(job),
         "optimizer": _optimizer_seconds(job, num_trainable),
     }
     links = comms.find_links(node, network_bytes_per_second=network_bytes_per_second)
     payload = _payload(job, num_trainable)
-    before = reference.total + _launch_aside_seconds(job, reference)
+    before = reference.total + _launch_forward_only_seconds(job, reference)
     for name, transfers in (
         ("communication", comms.estimate_transfers(strategy, links, payload)),
         ("offload", comms.estimate_offload(strategy, links, payload)),
@@ -628,7 +628,7 @@ def estimate_step_time(
         behind = comms.exposed_seconds(transfers.backward, compute=backward_seconds)
         last = comms.exposed_seconds(transfers.last_backward, compute=backward_seconds)
         for_reference = comms.exposed_seconds(transfers.forward, compute=reference.total)
-        parts[name] = times * (ahead + behind + num_aside * for_reference)
+        parts[name] = times * (ahead + behind + num_forward_only * for_reference)
         parts[name] += last + transfers.update
         before += for_reference
     seconds = sum(parts.values())
@@ -714,7 +714,7 @@ def _launch_seconds(job: MicroBatch, *, forward: float, backward: float) -> floa
     return waited
 
 
-def _launch_aside_seconds(job: MicroBatch, reference: PassSeconds) -> float:
+def _launch_forward_only_seconds(job: MicroBatch, reference: PassSeconds) -> float:
     """The same of one forward pass without gradients or adapters."""
     if job.strategy.objective is Objective.SFT:
         return 0.0
@@ -733,7 +733,7 @@ def _hook_seconds(job: MicroBatch) -> float:
         return 0.0
     modules = work.num_linears_held + work.num_norms + 4 * work.num_layers
     passes = 1 + (1 + job.recomputed_fraction) * strategy.is_trained
-    passes += sum(count_passes_aside(strategy))
+    passes += sum(count_forward_only_passes(strategy))
     return modules * passes * eff.ZERO3_HOOK_SECONDS
 
 

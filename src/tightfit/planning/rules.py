@@ -15,7 +15,7 @@ from tightfit.core.strategy import Strategy
 from tightfit.core.text import did_you_mean
 from tightfit.core.trainers import find_trainer
 from tightfit.estimation.activations import can_fuse_head_and_loss
-from tightfit.estimation.flops import count_passes_aside
+from tightfit.estimation.flops import count_forward_only_passes
 from tightfit.estimation.weights import is_dora, is_lora_target, packs_experts
 from tightfit.hardware.types import Gpu, Node
 from tightfit.models.attention import (
@@ -822,7 +822,7 @@ OBJECTIVE_RULES = _group(
     ),
     Rule(
         "objective-zero3",
-        lambda c, s: s.sharding is Sharding.ZERO3 and any(count_passes_aside(s)),
+        lambda c, s: s.sharding is Sharding.ZERO3 and any(count_forward_only_passes(s)),
         "zero3 gathers weights in the order of one forward and one backward pass; the passes "
         "without gradients that {s.objective.value} puts before them have not been tried: use "
         "fsdp or zero2, or for dpo and ipo precompute_reference=true",

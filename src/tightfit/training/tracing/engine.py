@@ -329,7 +329,7 @@ class RecordedEngine:
         self.world_size = engine.world_size
         self._preference = find_preference(engine.module)
         self._pass_began = recorder.position()
-        self._num_aside = 0
+        self._num_forward_only = 0
         if self._preference is not None:
             self.module.register_forward_pre_hook(self._before_pass, prepend=True)
             self.module.register_forward_hook(self._after_pass)
@@ -341,8 +341,8 @@ class RecordedEngine:
         """Of KTO's passes without gradients, those of micro-batches that are not run follow."""
         if torch.is_grad_enabled() or self._recorder.stage != "forward":
             return
-        self._num_aside += 1
-        if self._num_aside == 1 and self._num_repeated:
+        self._num_forward_only += 1
+        if self._num_forward_only == 1 and self._num_repeated:
             notes = self._recorder.notes
             if not notes.repeat(self._pass_began.operation, self._num_repeated):
                 raise MicroBatchesDifferError
@@ -373,7 +373,7 @@ class RecordedEngine:
         self._recorder.layer = None
 
     def update(self, learning_rate: float) -> Update:
-        self._num_run = self._num_aside = 0
+        self._num_run = self._num_forward_only = 0
         recorder = self._recorder
         recorder.stage = "update"
         recorder.mark(list_local_tensors(p.grad for p in self.module.parameters()), GRADIENTS)
