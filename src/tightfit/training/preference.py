@@ -34,16 +34,17 @@ def build_objective(model: Any, strategy: Strategy, training: Training) -> Objec
 
 
 class _Given(NamedTuple):
-    """What a batch says of its answers."""
+    """What a batch holds beside the model's inputs."""
 
     answer_lengths: Tensor
     reference: Tensor | None
     """Log-probabilities computed before training."""
     is_good: Tensor | None
     """Of labelled answers."""
-    nll_weight: Any
-    """What makes ORPO's cross-entropy the mean over the step's chosen tokens."""
-    kl: Any
+    nll_weight: Tensor | None
+    """Turns ORPO's summed cross-entropy, once divided like the loss, into the mean over the
+    step's chosen tokens."""
+    kl: Tensor | None
     """KTO's, of the whole step."""
 
 
@@ -110,28 +111,29 @@ class PreferenceObjective(Objective):
             return reference
         found = self._score(self.model, *batch)
         scores = found.log_probs
-        rewarded = scores if reference is None else scores - reference
+        # Without a reference the log-probabilities themselves.
+        log_ratios = scores if reference is None else scores - reference
         if record.needs_kl and given.kl is None:
-            return (rewarded * (answer_lengths > 0)).sum()
+            return (log_ratios * (answer_lengths > 0)).sum()
         if record.averages_tokens:
-            rewarded = rewarded / answer_lengths.clamp(min=1)
-        judge = self._judge_pairs if self._is_paired else self._judge_answers
-        loss, rewards = judge(rewarded, scores, given)
+            log_ratios = log_ratios / answer_lengths.clamp(min=1)
+        compute_loss = self._compute_pair_loss if self._is_paired else self._compute_answer_loss
+        loss, rewards = compute_loss(log_ratios, scores, given)
         self._sums = rewards.sums() if self._sums is None else self._sums + rewards.sums()
         if self.routing is not None and found.balance is not None:
             num_examples = len(scores) // record.num_sequences
             loss = self.routing.add_loss(loss, found.balance, num_examples)
         return loss
 
-    def _judge_pairs(
-        self, rewarded: Tensor, scores: Tensor, given: _Given
+    def _compute_pair_loss(
+        self, log_ratios: Tensor, scores: Tensor, given: _Given
     ) -> tuple[Tensor, Rewards]:
         is_real = given.answer_lengths[0::2] > 0
-        delta = rewarded[0::2] - rewarded[1::2]
+        delta = log_ratios[0::2] - log_ratios[1::2]
         if self.kind is ObjectiveKind.IPO:
             losses = (delta - 1 / (2 * self._beta)).square()
         elif self.kind is ObjectiveKind.ORPO:
-            log_odds = delta - (_log1mexp(rewarded[0::2]) - _log1mexp(rewarded[1::2]))
+            log_odds = delta - (_log1mexp(log_ratios[0::2]) - _log1mexp(log_ratios[1::2]))
             losses = -self._beta * logsigmoid(log_odds)
         else:  # DPO and SimPO; smoothed as conservative DPO is
             margin = self._beta * delta - self._gamma
@@ -141,7 +143,7 @@ class PreferenceObjective(Objective):
         losses = losses * is_real
         # IPO is regressed per token; its rewards are of whole answers, as DPO's.
         factor = given.answer_lengths if self.kind is ObjectiveKind.IPO else 1
-        reward = self._beta * factor * rewarded.detach()
+        reward = self._beta * factor * log_ratios.detach()
         rewards = Rewards(
             chosen=reward[0::2],
             rejected=reward[1::2],
@@ -153,18 +155,20 @@ class PreferenceObjective(Objective):
             num_correct=((reward[0::2] > reward[1::2]) & is_real).sum(),
         )
         if self.kind is ObjectiveKind.ORPO:
+            assert given.nll_weight is not None
             return losses.sum() + rewards.nll * given.nll_weight, rewards
         return losses.sum(), rewards
 
-    def _judge_answers(
-        self, rewarded: Tensor, scores: Tensor, given: _Given
+    def _compute_answer_loss(
+        self, log_ratios: Tensor, scores: Tensor, given: _Given
     ) -> tuple[Tensor, Rewards]:
         assert given.is_good is not None
+        assert given.kl is not None
         is_real = given.answer_lengths > 0
         sign = torch.where(given.is_good, 1.0, -1.0)
         weight = torch.where(given.is_good, *self._weights)
-        losses = weight * torch.sigmoid(-sign * self._beta * (rewarded - given.kl)) * is_real
-        reward = self._beta * rewarded.detach()
+        losses = weight * torch.sigmoid(-sign * self._beta * (log_ratios - given.kl)) * is_real
+        reward = self._beta * log_ratios.detach()
         good = given.is_good & is_real
         rewards = Rewards(
             chosen=reward,
