@@ -168,13 +168,13 @@ _PROCESS = secrets.token_hex(3)
 """Of this process and its forks: a process id may be used again."""
 _COUNTER = itertools.count()
 _FOREIGN_SECONDS = 86400.0
-"""After which what another machine, or this one before its last start, was writing is abandoned."""
+"""Age at which files of another machine, or of this one before its last boot, are abandoned."""
 _looked_at: set[tuple[int, Path]] = set()
 
 
 @cache
 def _machine() -> str:
-    """Differs where process ids mean other processes: hosts, containers, starts of the machine."""
+    """A digest of host, boot and PID namespace: within one, a process id names one process."""
     parts = [socket.gethostname()]
     with suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text())
@@ -187,7 +187,7 @@ def _own_ending() -> str:
 
 
 def remove_abandoned(folder: Path) -> None:
-    """Remove what processes that are gone were writing in `folder`; once in each process."""
+    """Remove temporary files of processes that have ended; once per process and folder."""
     key = (os.getpid(), folder)
     if key in _looked_at:
         return
@@ -314,21 +314,21 @@ _FAILING = (errno.EROFS, errno.EIO)
 
 
 def find_write_error(error: BaseException) -> SetupError | None:
-    """What a disk that is full, read-only or failing did, wherever it showed; else None."""
+    """The `SetupError` for an `OSError` of a full, read-only or failing disk; else None."""
     if not isinstance(error, OSError) or error.errno not in (*_NO_ROOM, *_FAILING):
         return None
     return _cannot_write(Path(error.filename2 or error.filename or "."), error)
 
 
 def _name_file(error: OSError, path: Path) -> OSError:
-    """A write that failed does not know where to."""
+    """The error with the file it concerns: failed writes carry none."""
     if error.filename is None and error.errno is not None:
         error.filename = str(path)
     return error
 
 
 def describe_write_error(error: OSError, path: Path, *, num_bytes: int | None = None) -> str:
-    """Why a write failed; where there is no room also how much is needed, and where how much is."""
+    """Why a write failed; on a full disk also how much is free and how much is needed."""
     reason = error.strerror or str(error)
     if error.errno not in _NO_ROOM:
         return reason

@@ -1,5 +1,5 @@
-"""Objectives: what training makes likelier. One record each; data, planner, tracer and training ask
-it.
+"""Objectives: what is learnt from the data. One record each, which data, planner, tracer and
+training read.
 
 Light on purpose: the command line lists the names before anything heavy is loaded.
 """
@@ -46,7 +46,7 @@ class ObjectiveRecord:
     is_smoothed: bool = False
     """Takes `label_smoothing`."""
     beta: float | None = None
-    """Where none is stated."""
+    """The default; None where the loss has none."""
     beta_source: str = ""
     gamma: float | None = None
     """`simpo_gamma` where none is stated; None where the loss has no target margin."""

@@ -83,9 +83,9 @@ class Example(NamedTuple):
     file: int
     number: int
     has_before: bool = False
-    """Of a document that is read in parts: this is not the first, so it has no mark of begin."""
+    """Of a document that is read in parts: this is not the first, so it gets no BOS."""
     has_more: bool = False
-    """This is not the last, so it has no mark of end."""
+    """This is not the last, so it gets no EOS."""
     tools: tuple[Tool, ...] = ()
 
 

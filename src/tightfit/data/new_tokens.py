@@ -1,4 +1,4 @@
-"""Add tokens to a tokenizer's files, and say what the tokenizer before made of them."""
+"""Add tokens to a tokenizer's files; how the old tokenizer splits them."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def _list_entries(new: NewTokens, first: int) -> Iterator[dict[str, Any]]:
 
 
 def _refuse_known(document: dict[str, Any], new: NewTokens, path: Path) -> None:
-    """A token that the tokenizer has already would stay what it is."""
+    """Raise for a token that the tokenizer has already."""
     tokenizer = build_tokenizer(document, path)
     for setting, names in zip(NEW_TOKENS, new, strict=True):
         for number, name in enumerate(names, start=1):

@@ -809,7 +809,7 @@ class CallStream:
 
 
 def parse_answer(syntax: CallSyntax, text: str) -> ParsedAnswer:
-    """Content and calls; a malformed call is content, for whoever asked to see."""
+    """Content and calls; a malformed call is content."""
     try:
         return syntax.parse(text)
     except ToolError:

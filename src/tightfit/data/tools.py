@@ -46,7 +46,7 @@ def enclosed(text: str, start: str, end: str) -> Iterator[tuple[int, str, int]]:
 
 
 def load_json(text: str) -> Any:
-    """A JSON value; raises `ToolError` for what is none, NaN and deep nesting included."""
+    """A JSON value; raises `ToolError` for anything else, NaN and deep nesting included."""
     try:
         value = json.loads(text, parse_constant=_refuse_constant)
     except RecursionError:

@@ -362,7 +362,7 @@ def _list_regexes(name: str, value: object) -> list[str]:
 
 
 def _is_quick(regex: str) -> bool:
-    """Whether matching takes no time that a stranger may choose: no repeat inside a repeat."""
+    """Whether matching is quick on any name: no repeat inside a repeat."""
     try:
         from re import _parser as parser
     except ImportError:  # Python 3.10

@@ -22,7 +22,7 @@ CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 """torch's own; triton's kernels that torch compiles are kept there too."""
 MOST_BYTES = 2 * GIB
 SPARED_SECONDS = 3600.0
-"""What was used so lately may be in use."""
+"""Files used this recently may be in use, and stay."""
 
 
 def keep_compiled_code() -> Path:
@@ -49,7 +49,7 @@ def keep_compiled_code() -> Path:
 
 
 def _is_own(folder: Path) -> bool:
-    """Make it; whether its owner alone can write there, and not anybody can replace it."""
+    """Make the folder; whether nobody else can write in it or replace it."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         found = folder.lstat()

@@ -42,7 +42,7 @@ class StepItems:
 
     @property
     def nll_weight(self) -> float | None:
-        """What makes a sum over chosen tokens, divided like the loss, their mean."""
+        """Turns the sum over chosen tokens, once divided by `divisor`, into their mean."""
         return self.divisor / self.num_chosen_tokens if self.num_chosen_tokens else None
 
 
