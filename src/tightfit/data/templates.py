@@ -789,11 +789,13 @@ class CallStream:
         self._text += text
         if self._syntax.may_begin_call(self._text):
             return ""
-        if self._num_passed == 0 and self._syntax.answer_start:
-            at = self._text.find(self._syntax.answer_start)
-            if at < 0:
+        start = self._syntax.answer_start
+        if self._num_passed == 0 and start:
+            at = self._text.find(start)
+            # Content before it comes first, and is known when the answer has ended.
+            if at < 0 or parse_answer(self._syntax, self._text[: at + len(start)]).content:
                 return ""
-            self._num_passed = at + len(self._syntax.answer_start)
+            self._num_passed = at + len(start)
         piece = self._filter.push(self._text[self._num_passed :])
         self._num_passed = len(self._text)
         self._shown += piece
@@ -805,7 +807,9 @@ class CallStream:
         A malformed call is content.
         """
         parsed = parse_answer(self._syntax, self._text)
-        return parsed.content[len(self._shown) :], parsed
+        # Where it does not begin so, blanks were shown that a call behind them takes off.
+        begins = parsed.content.startswith(self._shown)
+        return parsed.content[len(self._shown) :] if begins else "", parsed
 
 
 def parse_answer(syntax: CallSyntax, text: str) -> ParsedAnswer:

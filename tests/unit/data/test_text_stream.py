@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from small_models import SENTENCES, make_tokenizer
-from tightfit.data.templates import Prompter, TextStream
+from tightfit.data.call_syntax import HARMONY, HERMES, CallSyntax
+from tightfit.data.templates import CallStream, Prompter, TextStream
 from tightfit.data.tokenizer import load_tokenizer
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
@@ -152,3 +153,25 @@ def test_long_answers_cost_the_same_for_every_token() -> None:
     seconds(1)
     short, long = (min(seconds(repeats) for _ in range(3)) for repeats in (4, 40))
     assert long < 40 * short  # decoding all anew would take 100 times as long
+
+
+FINAL = "<|channel|>final<|message|>4"
+CALL = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("syntax", "text"),
+    [
+        (HARMONY, FINAL),
+        (HARMONY, f"<|channel|>commentary<|message|>wait<|end|><|start|>assistant{FINAL}"),
+        (HARMONY, f"<|channel|>analysis<|message|>hm<|end|><|start|>assistant{FINAL}"),
+        (HERMES, f"I look.\n{CALL}"),
+        (HERMES, "I look.\n<tool_call>{"),
+    ],
+)
+def test_a_stream_of_calls_shows_the_content_of_the_whole(syntax: CallSyntax, text: str) -> None:
+    """Piece by piece; blanks before a call aside."""
+    stream = CallStream(syntax)
+    shown = "".join(map(stream.push, text))
+    rest, parsed = stream.finish()
+    assert (shown + rest).rstrip() == parsed.content
