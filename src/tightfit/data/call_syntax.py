@@ -42,6 +42,8 @@ class CallSyntax:
     """An answer that begins as JSON may be a call without any mark."""
     answer_start: str = ""
     """What is before it is not content."""
+    thought: tuple[str, str] | None = None
+    """Marks around reasoning, which stands first and is not content."""
     read: Callable[[str], ParsedAnswer]
 
     def parse(self, text: str) -> ParsedAnswer:
@@ -256,13 +258,17 @@ class _GemmaReader:
         return is_there
 
 
+_GEMMA_THOUGHT = ("<|channel>", "<channel|>")
+
+
 def _gemma(start: str, quote: str) -> Callable[[str], ParsedAnswer]:
     def read(text: str) -> ParsedAnswer:
         # Reasoning stands first, in a channel of its own.
         thought, reasoning = text.lstrip(), ""
-        if thought.startswith("<|channel>"):
-            thought, _, text = thought.partition("<channel|>")
-            reasoning = thought.removeprefix("<|channel>").removeprefix("thought").strip()
+        opening, end = _GEMMA_THOUGHT
+        if thought.startswith(opening):
+            thought, _, text = thought.partition(end)
+            reasoning = thought.removeprefix(opening).removeprefix("thought").strip()
         before, *pieces = text.split(start)
         calls = tuple(_GemmaReader(piece, quote).call() for piece in pieces)
         return ParsedAnswer(before.rstrip() if calls else before, calls, reasoning)
@@ -294,7 +300,8 @@ GEMMA = CallSyntax(
     name="gemma",
     template_marks=(("<|tool_call>",),),
     starts=("<|tool_call>",),
-    control=("<|tool_call>", "<tool_call|>", '<|"|>', "<|channel>", "<channel|>"),
+    control=("<|tool_call>", "<tool_call|>", '<|"|>', *_GEMMA_THOUGHT),
+    thought=_GEMMA_THOUGHT,
     read=_gemma("<|tool_call>", '<|"|>'),
 )
 FUNCTION_GEMMA = CallSyntax(

@@ -796,6 +796,14 @@ class CallStream:
             if at < 0 or parse_answer(self._syntax, self._text[: at + len(start)]).content:
                 return ""
             self._num_passed = at + len(start)
+        if self._num_passed == 0 and self._syntax.thought is not None:
+            opening, end = self._syntax.thought
+            begun = self._text.lstrip()[: len(opening)]
+            if opening.startswith(begun):
+                at = self._text.find(end) if begun == opening else -1
+                if at < 0:
+                    return ""
+                self._num_passed = at + len(end)
         piece = self._filter.push(self._text[self._num_passed :])
         self._num_passed = len(self._text)
         self._shown += piece

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from small_models import SENTENCES, make_tokenizer
-from tightfit.data.call_syntax import HARMONY, HERMES, CallSyntax
+from tightfit.data.call_syntax import GEMMA, HARMONY, HERMES, CallSyntax
 from tightfit.data.templates import CallStream, Prompter, TextStream
 from tightfit.data.tokenizer import load_tokenizer
 
@@ -165,6 +165,9 @@ CALL = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
         (HARMONY, FINAL),
         (HARMONY, f"<|channel|>commentary<|message|>wait<|end|><|start|>assistant{FINAL}"),
         (HARMONY, f"<|channel|>analysis<|message|>hm<|end|><|start|>assistant{FINAL}"),
+        (GEMMA, "<|channel>thought\nhm<channel|>4"),
+        (GEMMA, "<|channel>thought\nhm<channel|>I look.<|tool_call>call:add{}<tool_call|>"),
+        (GEMMA, "4"),
         (HERMES, f"I look.\n{CALL}"),
         (HERMES, "I look.\n<tool_call>{"),
     ],
