@@ -250,7 +250,8 @@ def prepare_model(model: Any, strategy: Strategy, training: Training) -> Any:
         # Layer by layer: all share one graph, and wrappers stay outside of it.
         for layer in layers:
             # A bound method: a deep copy of the model binds it to the copied layer.
-            layer.forward = MethodType(torch.compile(layer.forward.__func__), layer)
+            forward: Any = layer.forward
+            layer.forward = MethodType(torch.compile(forward.__func__), layer)
     recompute_layers(layers[: strategy.count_recomputed(len(layers))])
     return model
 
