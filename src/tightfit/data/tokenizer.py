@@ -225,10 +225,10 @@ def load_tokenizer(folder: Path) -> ChatTokenizer:
     """
     path = folder / TOKENIZER_FILE
     document = read_tokenizer_file(path)
-    settings = _read_object(folder / "tokenizer_config.json")
-    config = _read_object(folder / "config.json")
-    adapter = _read_object(folder / "adapter_config.json")  # whose folder has no config.json
-    stated = _read_object(folder / "special_tokens_map.json") | settings
+    settings = read_model_json(folder / "tokenizer_config.json")
+    config = read_model_json(folder / "config.json")
+    adapter = read_model_json(folder / "adapter_config.json")  # whose folder has no config.json
+    stated = read_model_json(folder / "special_tokens_map.json") | settings
     names = {key: text for key in _NAMED if (text := _content(stated.get(key)))}
     listed = settings.get("added_tokens_decoder")
     tokens = listed.values() if isinstance(listed, dict) else ()
@@ -236,7 +236,7 @@ def load_tokenizer(folder: Path) -> ChatTokenizer:
     added = [text for token in special if (text := _content(token))]
     missing = _add_named(document, [*names.values(), *added])
     names = {key: text for key, text in names.items() if text not in missing}
-    generation = _read_object(folder / "generation_config.json")
+    generation = read_model_json(folder / "generation_config.json")
     with _panics_reported(path):
         text = build_tokenizer(document, path)
         eos = text.token_to_id(names["eos_token"]) if "eos_token" in names else None
@@ -333,7 +333,7 @@ def read_model_file(path: Path) -> bytes | None:
         ) from error
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def read_model_json(path: Path) -> dict[str, Any]:
     """A JSON object; empty where there is no such file."""
     data = read_model_file(path)
     if data is None:
@@ -354,7 +354,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 def read_tokenizer_file(path: Path) -> dict[str, Any]:
     """A tokenizer.json whose parts are of the right types and sizes."""
-    document = _read_object(path)
+    document = read_model_json(path)
     if not document and not path.exists():
         raise NotFoundError(
             f"{path.parent} holds no {path.name}.",
