@@ -402,18 +402,19 @@ def _is_added_token(token: Any) -> bool:
         isinstance(token, dict)
         and isinstance(token.get("content"), str)
         and bool(token["content"])
-        and _is_token_id(token.get("id"))
+        and is_token_id(token.get("id"))
     )
 
 
-def _is_token_id(value: Any) -> bool:
+def is_token_id(value: Any) -> bool:
+    """Whether it can be a token's number."""
     return type(value) is int and 0 <= value <= _MAX_TOKEN_ID
 
 
 def _faults_of_model(model: dict[str, Any]) -> Iterator[str]:
     vocab = model.get("vocab")
     if isinstance(vocab, dict):
-        if not all(map(_is_token_id, vocab.values())):
+        if not all(map(is_token_id, vocab.values())):
             yield f"its `vocab` has a number that is not between 0 and {_MAX_TOKEN_ID}"
     elif isinstance(vocab, list):
         if not all(isinstance(i, list) and len(i) == 2 and isinstance(i[0], str) for i in vocab):
@@ -446,7 +447,7 @@ def _faults_of_part(part: dict[str, Any]) -> Iterator[str]:
     if isinstance(pattern, str) and len(pattern) > _MAX_PATTERN_CHARS:
         yield f"a pattern has more than {_MAX_PATTERN_CHARS:,} characters"
     table = part.get("precompiled_charsmap")
-    if table is not None and _charsmap_texts(table) is None:
+    if table is not None and charsmap_texts(table) is None:
         yield "its `precompiled_charsmap` is broken"
 
 
@@ -456,7 +457,7 @@ def _growth_of(part: dict[str, Any]) -> float:
     if kind == "ByteLevel":
         return 2.0
     if kind == "Precompiled":
-        texts = _charsmap_texts(part.get("precompiled_charsmap")) or b""
+        texts = charsmap_texts(part.get("precompiled_charsmap")) or b""
         # A character that becomes a long text has three bytes itself, as U+FDFA has.
         return max(1.0, max(map(len, texts.split(b"\0"))) / 3)
     if kind == "Replace" and isinstance(content, str):
@@ -472,7 +473,7 @@ def _growth_of(part: dict[str, Any]) -> float:
     return 1.0
 
 
-def _charsmap_texts(table: Any) -> bytes | None:
+def charsmap_texts(table: Any) -> bytes | None:
     """What SentencePiece's table writes instead of characters; None if the table is broken.
 
     The library allocates what the table says its trie takes, before it looks for it.
