@@ -12,7 +12,7 @@ import pytest
 
 from hostile_trials import count_cases
 from tightfit.data.call_syntax import CALL_SYNTAXES, CallSyntax
-from tightfit.data.tools import ToolError
+from tightfit.data.tools import ToolError, read_tools
 
 STARTS = (
     *("", "{", "<tool_call>", "<tool_call>\n<function=a>\n<parameter=b>", "[TOOL_CALLS]a"),
@@ -78,6 +78,15 @@ def test_arguments_can_be_sent_as_json(syntax: CallSyntax) -> None:
             continue
         for call in calls:
             json.dumps(call.arguments, ensure_ascii=False, allow_nan=False)
+
+
+def test_many_tools_are_compared_in_linear_time() -> None:
+    tools = [{"name": f"f{number}"} for number in range(50_000)]
+    began = time.thread_time()
+    assert len(read_tools(tools)) == len(tools)
+    with pytest.raises(ToolError, match="twice"):
+        read_tools([*tools, tools[-1]])
+    assert time.thread_time() - began < 10.0
 
 
 def _seconds(syntax: CallSyntax, text: str) -> float:

@@ -790,10 +790,11 @@ class CallStream:
         if self._syntax.may_begin_call(self._text):
             return ""
         if self._num_passed == 0 and self._syntax.answer_start:
-            at = self._text.find(self._syntax.answer_start)
+            start = self._syntax.answer_start  # looked for where it may have ended just now
+            at = self._text.find(start, max(len(self._text) - len(text) - len(start), 0))
             if at < 0:
                 return ""
-            self._num_passed = at + len(self._syntax.answer_start)
+            self._num_passed = at + len(start)
         piece = self._filter.push(self._text[self._num_passed :])
         self._num_passed = len(self._text)
         self._shown += piece

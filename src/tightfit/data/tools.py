@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -108,7 +109,7 @@ def read_tools(value: Any) -> tuple[Tool, ...]:
         raise ToolError("`tools` is not a list")
     tools = [_read_tool(item, f"tool {number}") for number, item in enumerate(value, start=1)]
     names = [tool["function"]["name"] for tool in tools]
-    twice = next((name for name in names if names.count(name) > 1), None)
+    twice = next((name for name, count in Counter(names).items() if count > 1), None)
     if twice is not None:
         raise ToolError(f"the tool `{twice}` is listed twice")
     return tuple(tools)
