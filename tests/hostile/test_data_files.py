@@ -16,6 +16,7 @@ import pytest
 from mutate import NAMES, VALUES, mutate_bytes, mutate_text, mutate_tree, plant_special, write_json
 
 from hostile_trials import StartTrials
+from tightfit.data.sources import data_files
 
 ROWS: list[dict[str, Any]] = [
     {"prompt": f"What is {number} and {number}?", "completion": f"It is {2 * number}."}
@@ -151,3 +152,18 @@ def test_a_key_that_is_no_text_once_failed(trials: StartTrials, model: Path) -> 
         return ["prepare", str(model), "--data", "rows.jsonl", "--skip-invalid"]
 
     assert trials("data keys").run_one("key", make) == 0
+
+
+def test_a_deep_folder_is_read(tmp_path: Path) -> None:
+    folder = tmp_path
+    for _ in range(1200):
+        folder /= "a"
+        folder.mkdir()
+    (folder / "rows.md").write_text("text\n")
+    os.mkfifo(folder / "pipe.md")
+    assert data_files(tmp_path) == [folder / "rows.md"]
+    for name in ("rows.md", "pipe.md"):
+        (folder / name).unlink()
+    while folder != tmp_path:  # too deep for what removes old folders of tests
+        folder.rmdir()
+        folder = folder.parent

@@ -30,6 +30,11 @@ ROUTES = (
     *("/gradio_api/proxy=http://outside.example/x", "/gradio_api/stream/x/y/z"),
 )
 
+OF_IMAGE = {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors", "Sec-Fetch-Dest": "image"}
+OF_FRAME = OF_IMAGE | {"Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "iframe"}
+OF_LINK = OF_FRAME | {"Sec-Fetch-Dest": "document"}
+"""What browsers send with a request of another site's page, which has no Origin here."""
+
 
 def _aim(request: HostileRequest, drawn: random.Random) -> HostileRequest:
     """The same at a route of the page."""
@@ -76,7 +81,10 @@ def test_hostile_requests_to_the_page_are_refused(tmp_path: Path) -> None:
                 assert 400 <= response.status_code < 500, (route, name)
         for headers, status in (({}, 200), ({"Origin": "https://evil.example"}, 403),
                                 ({"Origin": "null"}, 403), ({"Host": "evil.example"}, 421),
-                                ({"Origin": address}, 200)):  # fmt: skip
+                                ({"Origin": address}, 200),
+                                (OF_IMAGE, 403), (OF_IMAGE | {"Sec-Fetch-Site": "same-site"}, 403),
+                                (OF_FRAME, 403), (OF_LINK, 200),
+                                (OF_IMAGE | {"Sec-Fetch-Site": "same-origin"}, 200)):  # fmt: skip
             url = f"{address}/config"
             answer_of = httpx.get(url, headers=headers, trust_env=False, timeout=60)
             assert answer_of.status_code == status, headers

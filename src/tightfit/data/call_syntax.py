@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,6 +12,8 @@ from tightfit.data.tools import (
     ToolError,
     check_depth,
     enclosed,
+    load_json,
+    make_decoder,
     read_calls,
     read_literal,
 )
@@ -61,12 +62,21 @@ class CallSyntax:
 
 # JSON inside marks.
 
-_DECODER = json.JSONDecoder()
+_DECODER = make_decoder()
+_SPACE = re.compile(r"\s*")
+_SEPARATORS = re.compile(r"[ \n;]*")
+
+
+def _skip(pattern: re.Pattern[str], text: str, at: int) -> int:
+    """Where the next other character is. Nothing is copied: an answer may have many calls."""
+    found = pattern.match(text, at)
+    assert found is not None  # it matches the empty text
+    return found.end()
 
 
 def _take_json(text: str, at: int) -> tuple[Any, int]:
     """The value that begins at `at`, and where it ends."""
-    at += len(text[at:]) - len(text[at:].lstrip())
+    at = _skip(_SPACE, text, at)
     try:
         value, end = _DECODER.raw_decode(text, at)
     except ValueError as error:
@@ -108,11 +118,9 @@ def _read_tags(text: str) -> ParsedAnswer:
 
 def _json_or_text(text: str) -> Any:
     try:
-        value = json.loads(text)
-        check_depth(value)
-    except (ValueError, RecursionError, ToolError):
+        return load_json(text)
+    except ToolError:
         return text
-    return value
 
 
 _PYTHON_TAG = "<|python_tag|>"
@@ -137,14 +145,14 @@ def _read_llama(text: str) -> ParsedAnswer:
 def _json_calls(body: str) -> Iterator[ToolCall]:
     """Objects one after the other, as Llama separates them: by a semicolon, or by space."""
     at = 0
-    while body[at:].strip(" \n;"):
-        at += len(body[at:]) - len(body[at:].lstrip(" \n;"))
+    while (at := _skip(_SEPARATORS, body, at)) < len(body):
         value, at = _take_json(body, at)
         yield from read_calls(value)
 
 
 _MISTRAL = "[TOOL_CALLS]"
-_NAMED_CALL = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*(\w+)\s*)?(?:\[ARGS\])?\s*(?=\{)")
+# Each run of spaces is matched by one part alone: two would share it out in every way.
+_NAMED_CALL = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*(\w+)\s*)?(?:\[ARGS\]\s*)?(?=\{)")
 
 
 def _read_mistral(text: str) -> ParsedAnswer:
@@ -276,12 +284,19 @@ def _gemma(start: str, quote: str) -> Callable[[str], ParsedAnswer]:
     return read
 
 
-_FENCE = re.compile(r"\A\s*```(?:json)?\s*\n(.*?)\n?```\s*\Z", re.DOTALL)
+_FENCE = "```"
+
+
+def _unfence(text: str) -> str:
+    """What stands in a fence, where it is the whole text."""
+    body = text.strip()
+    if len(body) < 2 * len(_FENCE) or not (body.startswith(_FENCE) and body.endswith(_FENCE)):
+        return body
+    return body[len(_FENCE) : -len(_FENCE)].removeprefix("json").strip()
 
 
 def _read_json(text: str) -> ParsedAnswer:
-    fenced = _FENCE.match(text)
-    body = (fenced[1] if fenced else text).strip()
+    body = _unfence(text)
     if not body.startswith(("{", "[")):
         return ParsedAnswer(text)
     try:

@@ -19,6 +19,7 @@ from tightfit.data.tokenizer import (
     digest_files,
     encode_batch,
     list_tokenizer_files,
+    read_model_json,
     read_tokenizer_file,
 )
 from tightfit.models.spec import ModelSpec
@@ -88,9 +89,9 @@ def write_new_tokens(folder: Path, new: NewTokens) -> None:
     if not new.names:
         return
     path = folder / TOKENIZER_FILE
-    # As it is on disk: what loading adds to it is not written back.
-    document = json.loads(path.read_text("utf-8"))
     checked = read_tokenizer_file(path)
+    # As it is on disk: what loading adds to it is not written back.
+    document = read_model_json(path)
     _refuse_known(checked, new, path)
     entries = list(_list_entries(new, _count_tokens(checked)))
     document["added_tokens"] = [*(document.get("added_tokens") or []), *entries]
@@ -107,7 +108,7 @@ def write_new_tokens(folder: Path, new: NewTokens) -> None:
         other = folder / name
         if not other.is_file():
             continue
-        settings = json.loads(other.read_text("utf-8"))
+        settings = read_model_json(other)
         if name == _ADDED_FILE:
             settings |= {entry["content"]: entry["id"] for entry in entries}
         elif isinstance(settings.get("added_tokens_decoder"), dict):

@@ -276,18 +276,21 @@ def is_held_out(path: Path) -> bool:
     return _HELD_OUT.search(path.name) is not None
 
 
-def _walk(folder: Path) -> Iterator[Path]:
-    saved = saved_files(folder)
-    if saved is not None:
-        yield from (folder / name for name in saved)
-        return
-    for item in folder.iterdir():
-        if item.name.startswith(".") or item.name in _NOT_ROWS:
+def _walk(top: Path) -> Iterator[Path]:
+    folders = [top]
+    while folders:  # not by recursion: folders can lie deeper in each other than Python calls
+        folder = folders.pop()
+        saved = saved_files(folder)
+        if saved is not None:
+            yield from (folder / name for name in saved)
             continue
-        if item.is_dir() and not item.is_symlink():  # a link upwards would never end
-            yield from _walk(item)
-        elif item.is_file() and _kind(item) in (*_READERS, *_PARQUET, _ARROW):
-            yield item
+        for item in folder.iterdir():
+            if item.name.startswith(".") or item.name in _NOT_ROWS:
+                continue
+            if item.is_dir() and not item.is_symlink():  # a link upwards would never end
+                folders.append(item)
+            elif item.is_file() and _kind(item) in (*_READERS, *_PARQUET, _ARROW):
+                yield item
 
 
 def _read_items(path: Path, meter: ReadMeter | None, *, by_line: bool) -> Iterator[Item]:

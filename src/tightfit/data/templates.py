@@ -791,7 +791,8 @@ class CallStream:
             return ""
         start = self._syntax.answer_start
         if self._num_passed == 0 and start:
-            at = self._text.find(start)
+            # Looked for where it may have ended just now.
+            at = self._text.find(start, max(len(self._text) - len(text) - len(start), 0))
             # Content before it comes first, and is known when the answer has ended.
             if at < 0 or parse_answer(self._syntax, self._text[: at + len(start)]).content:
                 return ""

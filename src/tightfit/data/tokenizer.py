@@ -225,10 +225,10 @@ def load_tokenizer(folder: Path) -> ChatTokenizer:
     """
     path = folder / TOKENIZER_FILE
     document = read_tokenizer_file(path)
-    settings = _read_object(folder / "tokenizer_config.json")
-    config = _read_object(folder / "config.json")
-    adapter = _read_object(folder / "adapter_config.json")  # whose folder has no config.json
-    stated = _read_object(folder / "special_tokens_map.json") | settings
+    settings = read_model_json(folder / "tokenizer_config.json")
+    config = read_model_json(folder / "config.json")
+    adapter = read_model_json(folder / "adapter_config.json")  # whose folder has no config.json
+    stated = read_model_json(folder / "special_tokens_map.json") | settings
     names = {key: text for key in _NAMED if (text := _content(stated.get(key)))}
     listed = settings.get("added_tokens_decoder")
     tokens = listed.values() if isinstance(listed, dict) else ()
@@ -236,7 +236,7 @@ def load_tokenizer(folder: Path) -> ChatTokenizer:
     added = [text for token in special if (text := _content(token))]
     missing = _add_named(document, [*names.values(), *added])
     names = {key: text for key, text in names.items() if text not in missing}
-    generation = _read_object(folder / "generation_config.json")
+    generation = read_model_json(folder / "generation_config.json")
     with _panics_reported(path):
         text = build_tokenizer(document, path)
         eos = text.token_to_id(names["eos_token"]) if "eos_token" in names else None
@@ -333,7 +333,7 @@ def read_model_file(path: Path) -> bytes | None:
         ) from error
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def read_model_json(path: Path) -> dict[str, Any]:
     """A JSON object; empty where there is no such file."""
     data = read_model_file(path)
     if data is None:
@@ -354,7 +354,7 @@ def _read_object(path: Path) -> dict[str, Any]:
 
 def read_tokenizer_file(path: Path) -> dict[str, Any]:
     """A tokenizer.json whose parts are of the right types and sizes."""
-    document = _read_object(path)
+    document = read_model_json(path)
     if not document and not path.exists():
         raise NotFoundError(
             f"{path.parent} holds no {path.name}.",
@@ -402,18 +402,19 @@ def _is_added_token(token: Any) -> bool:
         isinstance(token, dict)
         and isinstance(token.get("content"), str)
         and bool(token["content"])
-        and _is_token_id(token.get("id"))
+        and is_token_id(token.get("id"))
     )
 
 
-def _is_token_id(value: Any) -> bool:
+def is_token_id(value: Any) -> bool:
+    """Whether it can be a token's number."""
     return type(value) is int and 0 <= value <= _MAX_TOKEN_ID
 
 
 def _faults_of_model(model: dict[str, Any]) -> Iterator[str]:
     vocab = model.get("vocab")
     if isinstance(vocab, dict):
-        if not all(map(_is_token_id, vocab.values())):
+        if not all(map(is_token_id, vocab.values())):
             yield f"its `vocab` has a number that is not between 0 and {_MAX_TOKEN_ID}"
     elif isinstance(vocab, list):
         if not all(isinstance(i, list) and len(i) == 2 and isinstance(i[0], str) for i in vocab):
@@ -446,7 +447,7 @@ def _faults_of_part(part: dict[str, Any]) -> Iterator[str]:
     if isinstance(pattern, str) and len(pattern) > _MAX_PATTERN_CHARS:
         yield f"a pattern has more than {_MAX_PATTERN_CHARS:,} characters"
     table = part.get("precompiled_charsmap")
-    if table is not None and _charsmap_texts(table) is None:
+    if table is not None and charsmap_texts(table) is None:
         yield "its `precompiled_charsmap` is broken"
 
 
@@ -456,7 +457,7 @@ def _growth_of(part: dict[str, Any]) -> float:
     if kind == "ByteLevel":
         return 2.0
     if kind == "Precompiled":
-        texts = _charsmap_texts(part.get("precompiled_charsmap")) or b""
+        texts = charsmap_texts(part.get("precompiled_charsmap")) or b""
         # A character that becomes a long text has three bytes itself, as U+FDFA has.
         return max(1.0, max(map(len, texts.split(b"\0"))) / 3)
     if kind == "Replace" and isinstance(content, str):
@@ -472,7 +473,7 @@ def _growth_of(part: dict[str, Any]) -> float:
     return 1.0
 
 
-def _charsmap_texts(table: Any) -> bytes | None:
+def charsmap_texts(table: Any) -> bytes | None:
     """What SentencePiece's table writes instead of characters; None if the table is broken.
 
     The library allocates what the table says its trie takes, before it looks for it.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import json
+import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -45,20 +47,35 @@ def enclosed(text: str, start: str, end: str) -> Iterator[tuple[int, str, int]]:
         at = text.find(start, stop + len(end))
 
 
+def make_decoder() -> json.JSONDecoder:
+    """A decoder of JSON without NaN and infinity, which Python writes and others do not read."""
+    return json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_parse_float)
+
+
+def _refuse_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+def _parse_float(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text[:20]} is too large")
+    return number
+
+
+_DECODER = make_decoder()
+
+
 def load_json(text: str) -> Any:
     """A JSON value; raises `ToolError` for anything else, NaN and deep nesting included."""
     try:
-        value = json.loads(text, parse_constant=_refuse_constant)
+        value = _DECODER.decode(text)
     except RecursionError:
         raise ToolError(f"is nested more than {MAX_DEPTH} deep") from None
     except ValueError as error:
         raise ToolError(f"is not JSON ({error})") from None
     check_depth(value)
     return value
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is no JSON")
 
 
 def check_depth(value: Any) -> None:
@@ -92,7 +109,7 @@ def read_tools(value: Any) -> tuple[Tool, ...]:
         raise ToolError("`tools` is not a list")
     tools = [_read_tool(item, f"tool {number}") for number, item in enumerate(value, start=1)]
     names = [tool["function"]["name"] for tool in tools]
-    twice = next((name for name in names if names.count(name) > 1), None)
+    twice = next((name for name, count in Counter(names).items() if count > 1), None)
     if twice is not None:
         raise ToolError(f"the tool `{twice}` is listed twice")
     return tuple(tools)
@@ -237,11 +254,10 @@ def read_literal(text: str) -> Any:
         if len(text) > _MAX_LITERAL_CHARS:
             raise
         try:
-            value = ast.literal_eval(text.strip())
+            # Through JSON, which has no sets, bytes, complex numbers and keys that are no texts.
+            return load_json(json.dumps(ast.literal_eval(text.strip())))
         except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
             raise error from None
-        check_depth(value)
-        return value
 
 
 def drop_filled_nulls(call: ToolCall, tools: Sequence[Tool]) -> ToolCall:

@@ -213,7 +213,9 @@ def _load_config(source: Path) -> Any:
 
     silence_libraries()
     try:
-        return AutoConfig.from_pretrained(str(source), local_files_only=True)
+        return AutoConfig.from_pretrained(
+            str(source), local_files_only=True, trust_remote_code=False
+        )
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise InvalidInputError(
             f"transformers cannot read {source / 'config.json'}: {first_line(error)}.",

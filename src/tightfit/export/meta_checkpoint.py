@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError, first_line
 from tightfit.core.files import temporary_folder
-from tightfit.core.reading import open_regular, read_bytes, read_json_file
+from tightfit.core.reading import read_bytes, read_json_file
 from tightfit.core.units import GIB, MIB
+from tightfit.data.slow_tokenizer import check_tokenizer_model, is_tiktoken
 from tightfit.runtime.gguf.file import split_rotary
 from tightfit.runtime.gguf.unpack import write_steps
 from tightfit.runtime.libraries import silence_libraries
@@ -203,20 +204,9 @@ _LLAMA_3_1 = (
 them; 3.1's `<|step_id|>` of Meta's code is a reserved token there."""
 
 
-def is_tiktoken(path: Path) -> bool:
-    """tiktoken's files are lines of base64 and a rank; SentencePiece's are binary."""
-    with open_regular(path) as stream:
-        line = stream.readline(4096).split()
-    try:
-        return (
-            len(line) == 2 and line[1].isdigit() and bool(base64.b64decode(line[0], validate=True))
-        )
-    except ValueError:
-        return False
-
-
 def write_tokenizer(source: Path, folder: Path, *, is_scaled: bool) -> dict[str, Any]:
     """Write tokenizer.json and tokenizer_config.json; returns the special tokens' numbers."""
+    check_tokenizer_model(source)
     if is_tiktoken(source):
         return _write_tiktoken(source, folder, _LLAMA_3_1 if is_scaled else _LLAMA_3)
     return _write_sentencepiece(source, folder)

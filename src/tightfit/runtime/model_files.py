@@ -25,6 +25,7 @@ from tightfit.core.reading import read_json_file
 from tightfit.core.settings import Method
 from tightfit.core.strategy import Strategy
 from tightfit.core.text import printable
+from tightfit.data.slow_tokenizer import SLOW_TOKENIZERS, check_slow_tokenizer
 from tightfit.models.catalogue import find_alias, find_base, find_exact, is_gated, list_models
 from tightfit.models.gguf import read_gguf_model
 from tightfit.models.resolve import (
@@ -92,7 +93,6 @@ def copy_tuned_tokenizer_files(tuned: Path, base: Path, target: Path) -> None:
 LARGE_MODEL_PARAMS = 2_000_000_000
 """Larger models are dequantized to bf16 instead of fp32, to save disk space."""
 _SAMPLE_BYTES = 4 << 20
-_SLOW_TOKENIZERS = ("tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
 
 def import_gguf(path: Path) -> Path:
@@ -137,7 +137,7 @@ def _gguf_cache_folder(path: Path) -> Path:
 def import_tokenizer(folder: Path) -> Path:
     """A folder with links to this one's files and a tokenizer.json made from its slow tokenizer."""
     stamp = [str(folder.resolve())]
-    for name in _SLOW_TOKENIZERS:
+    for name in SLOW_TOKENIZERS:
         if (folder / name).is_file():
             stat = (folder / name).stat()
             stamp.append(f"{name} {stat.st_size} {stat.st_mtime_ns}")
@@ -155,7 +155,7 @@ def import_tokenizer(folder: Path) -> Path:
 
 def has_slow_tokenizer(folder: Path) -> bool:
     """Whether the folder has a tokenizer that can be turned into a tokenizer.json."""
-    return any((folder / name).is_file() for name in _SLOW_TOKENIZERS)
+    return any((folder / name).is_file() for name in SLOW_TOKENIZERS)
 
 
 def _make_once(home: Path, fill: Callable[[Path], None]) -> None:
@@ -199,7 +199,9 @@ def _write_by_transformers(path: Path, folder: Path, dtype: torch.dtype | None) 
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     silence_libraries()
-    options = {"gguf_file": path.name, "local_files_only": True}
+    options: dict[str, Any] = {
+        "gguf_file": path.name, "local_files_only": True, "trust_remote_code": False
+    }  # fmt: skip
     # With GgufConfig transformers keeps matrices quantized by default; before, it dequantized.
     packing = getattr(transformers, "GgufConfig", None)
     extra = {} if packing is None else {"quantization_config": packing(dequantize=True)}
@@ -226,12 +228,15 @@ def _write_tokenizer(folder: Path, new: Path) -> None:
     from transformers import AutoTokenizer
 
     silence_libraries()
+    check_slow_tokenizer(folder)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             str(folder), local_files_only=True, trust_remote_code=False
         )
         tokenizer.save_pretrained(str(new))
-    except Exception as error:  # a converter per family, each with problems of its own
+    except BaseException as error:  # a converter per family, each with problems of its own
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         raise InvalidInputError(
             f"The tokenizer of {folder} cannot be converted: {first_line(error)}.",
             remedy="pip install sentencepiece tiktoken protobuf, or put a tokenizer.json there",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import ipaddress
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from tightfit.core.errors import SetupError, UsageError
@@ -32,6 +33,18 @@ def is_same_origin(origin: str, host: str) -> bool:
     """Whether an Origin header names the server that a Host header names."""
     scheme, _, rest = origin.strip().lower().partition("://")
     return scheme in ("http", "https") and rest == host.strip().lower()
+
+
+def is_of_other_site(headers: Mapping[bytes, bytes]) -> bool:
+    """Whether a browser says that another site's page made a request, also one without an Origin.
+
+    That of an image, a script or a frame has none; a link that is followed is no such request.
+    Another port of this machine is another page's too. Source: W3C, Fetch Metadata.
+    """
+    if headers.get(b"sec-fetch-site") not in (b"cross-site", b"same-site"):
+        return False
+    mode, target = headers.get(b"sec-fetch-mode"), headers.get(b"sec-fetch-dest")
+    return mode != b"navigate" or target not in (None, b"document")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

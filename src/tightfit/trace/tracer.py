@@ -21,6 +21,7 @@ from tightfit.core.errors import UserError
 from tightfit.core.files import cache_folder, write_atomic
 from tightfit.core.frozen import Frozen
 from tightfit.core.import_path import module_words
+from tightfit.core.reading import read_bytes
 from tightfit.trace.result import OperationLog, TracedMemory
 
 PACKAGES = ("torch", "transformers", "peft", "bitsandbytes", "liger-kernel", "pydantic")
@@ -105,7 +106,7 @@ class Tracer:
         if not self.uses_cache:
             return None
         try:
-            answer = TraceResponse.model_validate_json(_cache_path(job).read_bytes())
+            answer = TraceResponse.model_validate_json(read_bytes(_cache_path(job)))
         except (OSError, UserError, ValidationError):
             return None
         return answer

@@ -7,12 +7,14 @@ import json
 import resource
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
+import httpx
 import pytest
 
 from api_client import Served, serving, wait_until
-from hostile_requests import CHAT, Answer, http_request, idle_connections, read_answers
+from hostile_requests import CHAT, COMPLETION, Answer, http_request, idle_connections, read_answers
 from scripted_engine import ScriptedEngine, ScriptedPrompter
 from tightfit.serving.http.limits import SPARE_FILES, reserve_connections
 from tightfit.serving.http.schemas import ErrorBody
@@ -104,6 +106,12 @@ def test_where_all_connections_are_being_answered_one_more_gets_503() -> None:
         (b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: gzip\r\n\r\n", 400),
         (http_request(BODY, headers=["Origin: https://evil.example"]), 403),
         (http_request(BODY, headers=["Origin: null"]), 403),
+        (http_request(BODY, headers=["Origin:"]), 403),
+        (
+            http_request(BODY, headers=["Sec-Fetch-Site: cross-site", "Sec-Fetch-Mode: no-cors"]),
+            403,
+        ),
+        (http_request(BODY, headers=["Sec-Fetch-Site: same-site", "Sec-Fetch-Mode: no-cors"]), 403),
     ],
 )
 def test_what_is_no_proper_request_is_refused_in_the_same_shape(sent: bytes, status: int) -> None:
@@ -137,6 +145,40 @@ def test_an_origin_is_the_same_by_name_and_port() -> None:
     assert not is_same_origin("", "")
 
 
+def test_bodies_of_many_values_keep_nobody_waiting() -> None:
+    many = 2_000_000
+    bodies = [
+        b'{"prompt": [' + b"1," * many + b"1]}",
+        b'{"prompt": [' + b"[1]," * (many // 2) + b"[1]]}",
+        b'{"prompt": "a", "user": [' + b"[]," * (many // 2) + b"[]]}",
+        b'{"prompt": ["' + b'","' * (many // 2) + b'"]}',
+        b'{"messages": [' + b'{"role":"user","content":"a"},' * (many // 16) + b"{}]}",
+    ]
+    statuses: list[int] = []
+    waits = []
+    with serving(ScriptedEngine()) as served:
+
+        def send() -> None:
+            with httpx.Client(base_url=served.url, timeout=60, trust_env=False) as http:
+                for body in bodies:
+                    headers = {"Content-Type": "application/json"}
+                    route = CHAT if b"messages" in body else COMPLETION
+                    statuses.append(http.post(route, content=body, headers=headers).status_code)
+
+        sender = threading.Thread(target=send)
+        sender.start()
+        while sender.is_alive():
+            began = time.monotonic()
+            assert served.http.get("/health").status_code == 200
+            waits.append(time.monotonic() - began)
+        sender.join()
+        # Marks within a text are no values.
+        text = '"[1,{},' * 150_000
+        assert served.chat(text, max_tokens=1).json()["error"]["code"] == "context_length_exceeded"
+    assert statuses == [413] * len(bodies)
+    assert max(waits) < 2.0
+
+
 class _SlowPrompter(ScriptedPrompter):
     """Encodes a prompt only when it is allowed to."""
 
@@ -167,10 +209,10 @@ def test_a_prompt_whose_client_is_gone_is_not_encoded() -> None:
         assert engine.tickets[:-1] == []
 
 
-def test_a_list_of_a_million_wrong_items_is_one_error() -> None:
+def test_a_long_list_of_wrong_items_is_one_error() -> None:
     with serving(ScriptedEngine()) as served:
         for name, path in (("messages", CHAT), ("prompt", "/v1/completions")):
-            body = f'{{"{name}": [{",".join(["{}"] * 1_000_000)}]}}'.encode()
+            body = f'{{"{name}": [{",".join(["{}"] * 40_000)}]}}'.encode()
             response = served.http.post(
                 path, content=body, headers={"Content-Type": "application/json"}
             )

@@ -59,6 +59,25 @@ def test_what_was_traced_is_not_traced_again(tmp_path: Path) -> None:
     assert (tmp_path / "starts").read_text() == "xxx"
 
 
+@pytest.mark.parametrize("kind", ["pipe", "huge", "deep", "link"])
+def test_a_hostile_file_in_the_cache_is_no_answer(kind: str, tmp_path: Path) -> None:
+    module = make_worker(tmp_path, "print(ANSWER)")
+    ask(module, {"name": "a"})
+    (remembered,) = (tmp_path / "cache" / "traces").iterdir()
+    remembered.unlink()
+    if kind == "pipe":
+        os.mkfifo(remembered)
+    elif kind == "huge":
+        with remembered.open("wb") as stream:
+            stream.truncate(2**40)
+    elif kind == "deep":
+        remembered.write_text('{"traced":' * 100_000)
+    else:
+        remembered.symlink_to("/dev/zero")
+    assert ask(module, {"name": "a"}) == [ANSWER]
+    assert (tmp_path / "starts").read_text() == "xx"
+
+
 def test_a_failure_is_not_remembered(tmp_path: Path) -> None:
     module = make_worker(tmp_path, "print(json.dumps({'problem': 'no'}))")
     ask(module, {"name": "a"})

@@ -127,7 +127,9 @@ def _with_auto_round(job: GptqJob, send: Send) -> None:
         device = "cuda:0"
     elif device == "auto":
         device = "cpu"
-    tokenizer = AutoTokenizer.from_pretrained(job.model, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(
+        job.model, local_files_only=True, trust_remote_code=False
+    )
     tokenizer.pad_token = None  # or its places in our rows, which hold none, would be left out
     model = AutoModelForCausalLM.from_pretrained(
         job.model, dtype="auto", local_files_only=True, trust_remote_code=False

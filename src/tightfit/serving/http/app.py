@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import hmac
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tightfit.core.packages import __version__
 from tightfit.serving.http.answers import answer
-from tightfit.serving.http.limits import DISCARDED_BYTES, ServerLimits
+from tightfit.serving.http.limits import (
+    DISCARDED_BYTES,
+    MAX_NESTS,
+    MAX_QUOTES,
+    MAX_VALUES,
+    ServerLimits,
+)
 from tightfit.serving.http.metrics import CONTENT_TYPE, Metrics
 from tightfit.serving.http.registry import ModelRegistry, ServedModel, ServerPhase
 from tightfit.serving.http.schemas import (
@@ -37,7 +45,7 @@ from tightfit.serving.http.schemas import (
     from_validation_error,
     internal_error,
 )
-from tightfit.serving.sockets import host_name, is_same_origin
+from tightfit.serving.sockets import host_name, is_of_other_site, is_same_origin
 
 # ASGI middleware: request metrics, host check, bearer token, body size.
 
@@ -128,11 +136,11 @@ def origin_check(allowed: Collection[str]) -> Callable[[Scope], ApiError | None]
     """Refuses pages of other sites: without a token nothing else keeps them from asking."""
 
     def check(scope: Scope) -> ApiError | None:
-        values = {key: value.decode("latin-1") for key, value in scope["headers"]}
-        origin = values.get(b"origin")
-        if origin is None or "*" in allowed or origin in allowed:
+        headers = dict(scope["headers"])
+        origin, host = (headers.get(name, b"").decode("latin-1") for name in (b"origin", b"host"))
+        if "*" in allowed or origin in allowed or is_same_origin(origin, host):
             return None
-        if is_same_origin(origin, values.get(b"host", "")):
+        if b"origin" not in headers and not is_of_other_site(headers):
             return None
         return ApiError(
             403,
@@ -189,6 +197,41 @@ class BodyLimit:
     def _too_large(self) -> ApiError:
         return ApiError(
             413, f"The body is larger than {self._max_bytes:,} bytes.", code="body_too_large"
+        )
+
+
+class BoundedRoute(APIRoute):
+    """Refuses a body of too many values before it is parsed: nobody else is answered meanwhile."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+
+        async def bounded(request: Request) -> Response:
+            try:
+                body = await request.body()
+            except ClientDisconnect:
+                return Response(status_code=CLIENT_GONE)
+            check_num_values(body)
+            return await handle(request)
+
+        return bounded
+
+
+def check_num_values(body: bytes) -> None:
+    """Raise `ApiError` for JSON of more values than a prompt has tokens, or than chats nest."""
+    too_many = body.count(b'"') > MAX_QUOTES
+    if not too_many:
+        # Outside of texts, where commas and brackets are not JSON's.
+        plain = b"".join(body.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')[::2])
+        too_many = (
+            plain.count(b",") > MAX_VALUES or plain.count(b"[") + plain.count(b"{") > MAX_NESTS
+        )
+    if too_many:
+        raise ApiError(
+            413,
+            f"The body holds more than {MAX_VALUES:,} values, or more than {MAX_NESTS:,} lists and "
+            "objects: send fewer prompts or messages in one request.",
+            code="body_too_large",
         )
 
 
@@ -250,6 +293,7 @@ def make_api_app(registry: ModelRegistry, settings: ApiSettings) -> ASGIApp:
         redoc_url=None,
         openapi_url=None,
     )
+    app.router.route_class = BoundedRoute
     _add_answers(app, registry, settings.limits.answer_seconds)
     _add_state(app, registry)
     _add_description(app, needs_key=settings.api_key is not None)

@@ -31,6 +31,12 @@ class ServerLimits:
 DISCARDED_BYTES = 64 * 2**20
 """Of a body that is too large, so much is read and dropped: a client that is still sending when
 the connection closes never sees the answer."""
+MAX_VALUES = 500_000
+"""In a body, of all kinds; more than this get 413. Parsing them stops the event loop for less than
+half a second. A prompt as token ids has one for each token."""
+MAX_NESTS = 50_000
+"""Of them, lists and objects: each takes ten times as long."""
+MAX_QUOTES = 1_000_000
 BACKLOG = 128
 """Connections that the system accepts before the server has looked at them."""
 SPARE_FILES = 256 + BACKLOG

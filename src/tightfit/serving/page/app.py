@@ -28,7 +28,13 @@ from tightfit.serving.page.model_form import (
 from tightfit.serving.page.models import PageModels
 from tightfit.serving.page.plan_tab import Explore, PlanForm
 from tightfit.serving.page.votes import VoteFile
-from tightfit.serving.sockets import BoundSocket, host_name, is_loopback, is_same_origin
+from tightfit.serving.sockets import (
+    BoundSocket,
+    host_name,
+    is_loopback,
+    is_of_other_site,
+    is_same_origin,
+)
 
 QUIET_ENVIRONMENT = {
     "GRADIO_ANALYTICS_ENABLED": "False",
@@ -266,12 +272,14 @@ def require_own_name(app: Asgi, *, is_loopback_only: bool) -> Asgi:
         if scope["type"] == "websocket":
             return  # none is served, and a refusal by silence closes it
         if scope["type"] == "http":
-            headers = {key: value.decode("latin-1") for key, value in scope["headers"]}
-            host, origin = headers.get(b"host", ""), headers.get(b"origin")
+            headers = dict(scope["headers"])
+            host = headers.get(b"host", b"").decode("latin-1")
+            origin = headers.get(b"origin")
             if is_loopback_only and not is_loopback(host_name(host)):
                 await _refuse(send, 421, WRONG_NAME)
                 return
-            if origin is not None and not is_same_origin(origin, host):
+            is_same = origin is None or is_same_origin(origin.decode("latin-1"), host)
+            if not is_same or is_of_other_site(headers):
                 await _refuse(send, 403, WRONG_SITE)
                 return
         await app(scope, receive, send)
