@@ -714,7 +714,7 @@ def _no_stop(
     )
 
 
-ENCODER_VERSION = 3
+ENCODER_VERSION = 4
 """Raised whenever the same data would be encoded otherwise, so that old caches are not used."""
 
 
