@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from tightfit.core.errors import first_line
 from tightfit.core.text import count_of
-from tightfit.data.encode import EncoderOptions, RowEncoder, digest_messages, mask_tokens
+from tightfit.data.encode import (
+    EncoderOptions,
+    RowEncoder,
+    describe_refusal,
+    digest_messages,
+    mask_tokens,
+)
 from tightfit.data.formats import ASSISTANT, Message, RowFormat
 from tightfit.data.preferences import Preference, PreferenceFormat, read_preferences
 from tightfit.data.readers import Row
@@ -69,11 +74,15 @@ class PreferenceEncoder(RowEncoder):
         try:
             rendered = [self._render(messages, preference) for messages in checked]
         except TemplateRenderError as error:
-            self._findings.add("refused", place, first_line(error)[:200])
+            self._findings.add("refused", place, describe_refusal(error))
             return
         prompts = {one.text[: one.spans[0].start] for one in rendered}
         if len(prompts) > 1:
-            self._findings.add("refused", place, "the template writes the prompt differently")
+            self._findings.add(
+                "refused",
+                place,
+                "the chat template writes the prompt differently before each answer",
+            )
             return
         self.counts["tools"] += bool(preference.tools)
         messages = [message for one in checked for message in one]

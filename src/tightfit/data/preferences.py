@@ -236,6 +236,12 @@ _OBJECTIVES = {
 }
 
 
+def holds_preferences(row: Row) -> bool:
+    """A row of preferences and of nothing else."""
+    is_answer = any(one.matches(row.values) for one in FORMATS.values())
+    return not is_answer and any(one.matches(row.values) for one in PREFERENCE_FORMATS.values())
+
+
 def recognise(row: Row, example: ExampleKind) -> RowFormat:
     """The format of a row that is to give examples of this kind."""
     held = [one for one in PREFERENCE_FORMATS.values() if one.matches(row.values)]

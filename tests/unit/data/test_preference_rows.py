@@ -277,6 +277,13 @@ def test_labels_are_kept(tmp_path: Path) -> None:
     assert found.train.is_good.tolist() == [True, False] * 3
 
 
+def test_one_labelled_answer_has_none_to_be_compared_with(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", "chatml")
+    data = write(tmp_path / "k.jsonl", [{"prompt": "a", "completion": "fox", "label": True}])
+    with pytest.raises(InvalidInputError, match="there is only one"):
+        encode(folder, data, Objective.KTO)
+
+
 def test_preferences_are_between_answers(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model", "chatml")
     data = write(tmp_path / "p.jsonl", [PAIR])
