@@ -147,7 +147,7 @@ for _ in range(100):
     [
         (changed(name="get_wether"), "calls `get_wether`, which is not listed"),
         ({**changed(), "tools": None}, "not listed in `tools` (none)"),
-        (changed(arguments="{city"), "the arguments of `get_weather` is not JSON"),
+        (changed(arguments="{city"), "the arguments of `get_weather` cannot be read as JSON"),
         (changed(arguments='{"city": NaN}'), "not JSON"),
         (changed(arguments="[1]"), "the arguments of `get_weather` are not an object"),
         (changed(arguments="[" * 100_000), "deep"),
@@ -161,7 +161,7 @@ for _ in range(100):
             {**OPENAI, "messages": [*OPENAI["messages"][:2], {**RESULT, "tool_call_id": "x"}]},
             "the result of `x`",
         ),
-        ({**OPENAI, "tools": "[{"}, "`tools` is not JSON"),
+        ({**OPENAI, "tools": "[{"}, "`tools` cannot be read as JSON"),
         ({**OPENAI, "tools": [WRAPPED, WRAPPED]}, "listed twice"),
         ({**OPENAI, "tools": [{"type": "web_search"}]}, "of type `web_search`"),
         ({**OPENAI, "tools": [{"type": "function"}]}, "no `function` with a `name`"),
