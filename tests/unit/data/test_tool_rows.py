@@ -148,7 +148,7 @@ for _ in range(100):
         (changed(name="get_wether"), "calls `get_wether`, which is not listed"),
         ({**changed(), "tools": None}, "not listed in `tools` (none)"),
         (changed(arguments="{city"), "the arguments of `get_weather` cannot be read as JSON"),
-        (changed(arguments='{"city": NaN}'), "not JSON"),
+        (changed(arguments='{"city": NaN}'), "NaN is no JSON"),
         (changed(arguments="[1]"), "the arguments of `get_weather` are not an object"),
         (changed(arguments="[" * 100_000), "deep"),
         (changed(name=""), "no function name"),
