@@ -21,6 +21,7 @@ from tightfit.api.training.recipe import (
 )
 from tightfit.core.errors import InvalidInputError, UsageError
 from tightfit.core.objectives import ExampleKind, Objective
+from tightfit.core.options import list_given, repeat_options
 from tightfit.core.recipe import Recipe, make_training
 from tightfit.core.settings import Method
 from tightfit.core.strategy import DataSource
@@ -142,7 +143,7 @@ def _make_rows_error(
     example: ExampleKind,
 ) -> InvalidRowsError:
     """One message with a line for each of the first rows."""
-    rows, has_others = list_row_errors(refusal, sources, example)
+    rows, num_read = list_row_errors(refusal, sources, example)
     counted = re.match(r"([\d,]+) rows?\b", refusal.problem)
     num_rows = max(len(rows), int(counted[1].replace(",", "")) if counted else 0)
     name = sources[0].path if len(sources) == 1 else "The data"
@@ -150,10 +151,10 @@ def _make_rows_error(
     lines = [f"{name} has {count}:", *(f"  {row}" for row in rows[:NUM_SHOWN])]
     if num_rows > NUM_SHOWN:
         lines.append(f"  and {num_rows - NUM_SHOWN:,} more")
-    words = ["tightfit", "prepare", options.job]
-    words += [word for source in options.data or () for word in ("--data", source)]
+    names = ("data", "objective", "seq_len", "template", "eval", "take", "train_on")
+    words = ["tightfit", "prepare", options.job, *repeat_options(list_given(options, names))]
     remedy = refusal.remedy
-    if has_others:
+    if num_read > num_rows:
         remedy = f"correct these rows; the others: {shlex.join(words)} --skip-invalid"
     return InvalidRowsError("\n".join(lines), remedy=remedy, rows=rows, num_rows=num_rows)
 
@@ -162,27 +163,28 @@ def list_row_errors(
     refusal: InvalidInputError,
     sources: Iterable[DataSource],
     example: ExampleKind = ExampleKind.ANSWER,
-) -> tuple[list[str], bool]:
-    """All invalid rows, and whether there are others: the refusal names the first ones, so the
-    files are read once more.
+) -> tuple[list[str], int]:
+    """All invalid rows, and the number of all: the refusal names the first ones, so the files are
+    read once more.
 
     Rows that only the chat template refuses are known from the refusal alone.
     """
     found: list[str] = []
-    has_others = False
+    num_readable = 0
     for opened in map(open_source, sources):
         for row, row_format in read_source(
             opened, on_error=lambda error: found.append(error.problem), example=example
         ):
             try:
                 row_format.to_messages(row)
-                has_others = True
+                num_readable += 1
             except InvalidInputError as error:
                 found.append(error.problem)
     listed = [line.strip() for line in refusal.problem.split("\n")[1:]]
     known = {line.strip() for line in found}
     rest = [line for line in listed if not (line.startswith("and ") and line.endswith(" more"))]
-    return [*found, *(line for line in rest if line not in known)], has_others
+    num_read = num_readable + len(found)
+    return [*found, *(line for line in rest if line not in known)], num_read
 
 
 def measure_batches(encoded: EncodedDataset, *, seed: int) -> Batching:

@@ -25,7 +25,12 @@ from tightfit.clusters.slurm.queue import read_job_file
 from tightfit.core.text import count_of
 from tightfit.core.units import GIB, render_bytes, render_count, render_seconds
 from tightfit.estimation.result import Verdict
-from tightfit.planning.describe import describe_epochs, describe_how, describe_levers
+from tightfit.planning.describe import (
+    count_examples,
+    describe_epochs,
+    describe_how,
+    describe_levers,
+)
 from tightfit.planning.plan import Plan
 from tightfit.runs.report import RunReport, list_results
 from tightfit.runs.run_folder import RunFolder, RunStatus
@@ -124,7 +129,7 @@ def _describe_steps(plan: Plan) -> str:
     summary = count_of(steps, "step") if steps else "not counted yet"
     epochs = describe_epochs(plan.num_epochs)
     rate = f", learning rate {plan.training.learning_rate:g}" if plan.training else ""
-    batch = count_of(plan.effective_batch, "sequence")
+    batch = count_examples(plan.strategy, plan.effective_batch)
     return f"{summary} of {batch} up to {plan.strategy.seq_len:,} tokens, {epochs}{rate}"
 
 

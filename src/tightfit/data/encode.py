@@ -170,7 +170,7 @@ class RowEncoder:
             try:
                 rows = self._question_answers(messages, example.tools)
             except TemplateRenderError as error:
-                self._findings.add("refused", example.place, first_line(error)[:200])
+                self._findings.add("refused", example.place, describe_refusal(error))
                 return []
         elif example.is_text or self.renderer is None:
             # Plain text is often written for one model, marks included: they count as marks.
@@ -181,7 +181,7 @@ class RowEncoder:
             try:
                 rendered = self.renderer.rows(messages, example.tools)
             except TemplateRenderError as error:
-                self._findings.add("refused", example.place, first_line(error)[:200])
+                self._findings.add("refused", example.place, describe_refusal(error))
                 return []
             if not rendered:
                 self._findings.add("empty-answer", example.place, "nothing asks for the answer")
@@ -319,6 +319,11 @@ def mask_tokens(
     return trained & ~across, int(across.sum())
 
 
+def describe_refusal(error: TemplateRenderError) -> str:
+    """Why a chat template refuses a row, in one line."""
+    return f"the chat template refuses it: {first_line(error)[:200]}"
+
+
 def digest_messages(messages: Sequence[Message], tools: Sequence[Tool] = ()) -> int:
     """A number for the text of an example; the same text, the same number."""
     digest = hashlib.blake2b(digest_size=8)
@@ -443,8 +448,8 @@ NOTE_TEXTS = {
     "the first user message.",
     "short-ids": "The template takes only ids of nine letters and digits: those of tool calls were "
     "replaced in {:,} rows.",
-    "tools": "{:,} rows declare tools, which are read and not trained.",
-    "calls": "{:,} tool calls are trained; the results of tools are read and not trained.",
+    "tools": "Tools are read and not trained; rows that list some: {:,}.",
+    "calls": "Tool calls are trained ({:,}); the results of tools are read and not trained.",
     "split": "The template writes earlier turns differently once more follow: {:,} conversations "
     "became one row per answer, each as the model will see it.",
     "appended-stop": "The template ends answers without a token that this tokenizer knows as one: "
@@ -545,6 +550,11 @@ class EncodingJob:
         )
         if not num_trained[sides.train].any():
             raise _nothing(self.findings, self._options)
+        if self._options.example is ExampleKind.LABELLED and len(sides.train) < 2:
+            raise InvalidInputError(
+                "KTO compares answers of different rows, and there is only one.",
+                remedy="add rows to the data",
+            )
         if self._options.train_on is not TrainOn.ALL and not self._is_text:
             if not writer.column("has_stop")[sides.train].any():
                 raise _no_stop(self.findings, tokenizer, self._options)
@@ -714,7 +724,7 @@ def _no_stop(
     )
 
 
-ENCODER_VERSION = 3
+ENCODER_VERSION = 4
 """Raised whenever the same data would be encoded otherwise, so that old caches are not used."""
 
 

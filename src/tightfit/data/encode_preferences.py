@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from tightfit.core.errors import first_line
 from tightfit.core.text import count_of
-from tightfit.data.encode import EncoderOptions, RowEncoder, digest_messages, mask_tokens
+from tightfit.data.encode import (
+    EncoderOptions,
+    RowEncoder,
+    describe_refusal,
+    digest_messages,
+    mask_tokens,
+)
 from tightfit.data.formats import ASSISTANT, Message, RowFormat
 from tightfit.data.preferences import Preference, PreferenceFormat, read_preferences
 from tightfit.data.readers import Row
@@ -67,24 +72,31 @@ class PreferenceEncoder(RowEncoder):
         if any(self._tokenizer.control.holds_name(m.content) for one in checked for m in one):
             self._findings.add("control-token", place)
         try:
-            rendered = [self._render(messages, len(preference.prompt)) for messages in checked]
+            rendered = [self._render(messages, preference) for messages in checked]
         except TemplateRenderError as error:
-            self._findings.add("refused", place, first_line(error)[:200])
+            self._findings.add("refused", place, describe_refusal(error))
             return
         prompts = {one.text[: one.spans[0].start] for one in rendered}
         if len(prompts) > 1:
-            self._findings.add("refused", place, "the template writes the prompt differently")
+            self._findings.add(
+                "refused",
+                place,
+                "the chat template writes the prompt differently before each answer",
+            )
             return
-        digest = digest_messages([message for one in checked for message in one])
+        self.counts["tools"] += bool(preference.tools)
+        messages = [message for one in checked for message in one]
+        digest = digest_messages(messages, preference.tools)
         self._waiting.append(_Waiting(example, rendered, digest))
         if len(self._waiting) >= _BATCH_EXAMPLES:
             yield from self.flush()
 
-    def _render(self, messages: list[Message], num_prompt: int) -> RenderedRow:
+    def _render(self, messages: list[Message], preference: Preference) -> RenderedRow:
         """The row of the last answers, with their spans alone."""
         assert self.renderer is not None
-        answers = [m for m in messages[num_prompt:] if m.role == ASSISTANT and not m.is_empty]
-        rows = self.renderer.rows(messages)
+        answer = messages[len(preference.prompt) :]
+        answers = [m for m in answer if m.role == ASSISTANT and not m.is_empty]
+        rows = self.renderer.rows(messages, preference.tools)
         if not rows or not answers or (len(rows) > 1 and len(answers) > 1):
             raise TemplateRenderError("it does not write all turns of the answer")
         return RenderedRow(rows[-1].text, rows[-1].spans[-len(answers) :])

@@ -211,7 +211,8 @@ def _parts(row: Row, parts: list[Any], number: int) -> str:
 # Tools of a row: its column, or Hermes' text, and whether calls and results fit them.
 
 
-def _conversation(row: Row, messages: list[Message]) -> Conversation:
+def read_conversation(row: Row, messages: list[Message]) -> Conversation:
+    """Messages with the tools that their row lists; calls and results are checked."""
     given = next((row.values[key] for key in TOOL_KEYS if row.values.get(key) is not None), None)
     try:
         tools = read_tools(given)
@@ -427,7 +428,7 @@ class RowFormat:
         messages = self.make(row, values)
         # Beside plain questions, a column called `tools` may be about anything.
         has_turns = any(isinstance(value, list) and _holds_objects(value) for value in values)
-        return _conversation(row, messages) if has_turns else Conversation(messages)
+        return read_conversation(row, messages) if has_turns else Conversation(messages)
 
     def to_messages(self, row: Row) -> list[Message]:
         """As `to_conversation`, where tools play no part."""
@@ -508,22 +509,18 @@ FORMATS = {
 """By name; the first that matches a row is its format."""
 
 
-def recognise_format(row: Row) -> RowFormat:
-    """The first known format whose keys the row has."""
-    found = next(
-        (row_format for row_format in FORMATS.values() if row_format.matches(row.values)), None
-    )
+def recognise_format(row: Row, formats: Sequence[RowFormat] = tuple(FORMATS.values())) -> RowFormat:
+    """The first of these formats whose keys the row has."""
+    found = next((row_format for row_format in formats if row_format.matches(row.values)), None)
     if found is not None:
         return found
-    known = sorted(
-        {key for row_format in FORMATS.values() for group in row_format.keys for key in group}
-    )
+    known = sorted({key for row_format in formats for group in row_format.keys for key in group})
     hints = [
         f"`{key}`: did you mean `{near[0]}`?"
         for key in list(row.values)[:20]
         if key not in known and (near := nearest(str(key), known, most=1))
     ]
-    examples = "; ".join(f"{item.name} {item.example}" for item in FORMATS.values())
+    examples = "; ".join(f"{item.name} {item.example}" for item in formats)
     raise InvalidInputError(
         f"{row.place} is in no known format. Its keys: {_listed(row.values)}."
         + ("" if not hints else " " + " ".join(hints)),

@@ -136,6 +136,6 @@ def _refuse_known(document: dict[str, Any], new: NewTokens, path: Path) -> None:
             if known is not None:
                 raise InvalidInputError(
                     f"`{setting}` entry {number}, `{printable(name, most=60)}`, is a token of this "
-                    f"tokenizer already: number {known:,} in {path.parent}.",
+                    f"tokenizer already: number {known:,}.",
                     remedy="leave it out: it is trained like any other token",
                 )

@@ -5,6 +5,7 @@ A row is taken apart into conversations, which the formats of `formats.py` read.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,12 +17,15 @@ from tightfit.data.formats import (
     ASSISTANT,
     FORMATS,
     TOOL_KEYS,
+    Conversation,
     Message,
     RowFormat,
     Turns,
+    read_conversation,
     recognise_format,
 )
 from tightfit.data.readers import Row, excerpt, json_type_name
+from tightfit.data.tools import Tool
 
 
 class Preference(NamedTuple):
@@ -32,6 +36,8 @@ class Preference(NamedTuple):
     """The chosen and the rejected one; or the labelled one."""
     is_good: bool | None = None
     """None: a pair."""
+    tools: tuple[Tool, ...] = ()
+    """What the assistant may call."""
 
     def conversations(self) -> list[list[Message]]:
         return [self.prompt + answer for answer in self.answers]
@@ -47,11 +53,13 @@ class PreferenceFormat(RowFormat):
     def to_messages(self, row: Row) -> list[Message]:
         """The longest conversation of the row, by which its length is counted."""
         conversations = self.read(row, self).conversations()
-        return max(conversations, key=lambda one: sum(len(message.content) for message in one))
+        return max(conversations, key=lambda one: sum(len(message.text) for message in one))
 
 
+_CHATS = ("messages", "conversations", "conversation")
 _PROMPTS = ("prompt", "instruction", "question", "query", "input")
-_ANSWERS = ("completion", "response", "answer", "output", "messages", "conversations")
+_PAIR_PROMPTS = (*_PROMPTS, *_CHATS)
+_ANSWERS = ("completion", "response", "answer", "output", *_CHATS[:2])
 
 
 def _no_make(row: Row, values: list[Any]) -> list[Message]:
@@ -60,25 +68,36 @@ def _no_make(row: Row, values: list[Any]) -> list[Message]:
 
 def _read_pair(row: Row, row_format: RowFormat) -> Preference:
     chosen, rejected = (_find(row, group) for group in row_format.keys)
-    sides = [_conversation(row, name, row.values[name]) for name in (chosen, rejected)]
-    if not _find_any(row, _PROMPTS) and all(
-        isinstance(row.values[n], str) for n in (chosen, rejected)
-    ):
-        sides = _split_texts(row, row.values[chosen], row.values[rejected])
+    values = [row.values[name] for name in (chosen, rejected)]
+    tools: tuple[Tool, ...] = ()
+    if not _find_any(row, _PAIR_PROMPTS) and all(isinstance(value, str) for value in values):
+        sides = _split_texts(row, *values)
+    else:
+        found = [
+            _conversation(row, name, value, _PAIR_PROMPTS)
+            for name, value in zip((chosen, rejected), values, strict=True)
+        ]
+        sides, tools = [one.messages for one in found], found[0].tools
+        if found[1].tools != tools:
+            raise _bad(row, "chosen and rejected do not list the same tools")
     if sides[0] == sides[1]:
         raise _bad(row, "the chosen and the rejected answer are the same")
     prompt = sides[0][: _count_shared(*sides)]
     answers = tuple(side[len(prompt) :] for side in sides)
     for side, answer in zip(("chosen", "rejected"), answers, strict=True):
-        if not answer or not any(message.content.strip() for message in answer):
+        if not any(_says_something(message) for message in answer):
             raise _bad(row, f"the {side} answer is empty")
         if answer[0].role != ASSISTANT:
             raise _bad(row, "chosen and rejected do not share the prompt")
-        if answer[-1].role != ASSISTANT or not answer[-1].content.strip():
-            raise _bad(row, f"the {side} answer does not end with text of the assistant's")
+        if answer[-1].role != ASSISTANT or not _says_something(answer[-1]):
+            raise _bad(row, f"the {side} answer does not end with text or a call of the assistant")
     if not prompt:
         raise _bad(row, "chosen and rejected share no prompt")
-    return Preference(prompt, answers)
+    return Preference(prompt, answers, tools=tools)
+
+
+def _says_something(message: Message) -> bool:
+    return bool(message.content.strip() or message.tool_calls)
 
 
 def _read_labelled(row: Row, row_format: RowFormat) -> Preference:
@@ -90,39 +109,40 @@ def _read_labelled(row: Row, row_format: RowFormat) -> Preference:
         raise _bad(
             row, f"`{label_name}` is {json_type_name(label)}: {excerpt(label)}, not a boolean"
         )
-    messages = _conversation(row, answer_name, row.values[answer_name])
-    if messages[-1].role != ASSISTANT or not messages[-1].content.strip():
+    messages, tools = _conversation(row, answer_name, row.values[answer_name], _PROMPTS)
+    if messages[-1].role != ASSISTANT or not _says_something(messages[-1]):
         raise _bad(row, "the answer is empty")
     if len(messages) == 1:
         raise _bad(row, "there is no prompt")
-    return Preference(messages[:-1], (messages[-1:],), label)
+    return Preference(messages[:-1], (messages[-1:],), label, tools)
 
 
-def _conversation(row: Row, name: str, value: Any) -> list[Message]:
+def _conversation(row: Row, name: str, value: Any, prompts: Sequence[str]) -> Conversation:
     """Prompt and answer. An answer that is a whole conversation brings its prompt along."""
-    prompt_name = _find_any(row, _PROMPTS)
+    prompt_name = _find_any(row, prompts)
     prompt = row.values[prompt_name] if prompt_name else None
-    is_messages = isinstance(value, list) and bool(value) and isinstance(value[0], Mapping)
-    has_tools = any(row.values.get(key) not in (None, "", "[]", []) for key in TOOL_KEYS)
-    if has_tools and (is_messages or isinstance(prompt, list)):
-        raise _bad(row, "it lists tools, which preferences would leave out of the prompt")
-    if is_messages:
-        chat = FORMATS["chat"].to_messages(row._replace(values={"messages": value}))
-        if chat[0].role != ASSISTANT or prompt is None:
-            begun = (
-                FORMATS["chat"].to_messages(row._replace(values={"messages": prompt}))
-                if isinstance(prompt, list)
-                else []
-            )
-            return chat if chat[: len(begun)] == begun else begun + chat
-    if prompt is None:
-        answer = value if isinstance(value, str) else ""
-        return [Message(ASSISTANT, answer)]
-    kept = {"system": row.values["system"]} if row.values.get("system") else {}
-    if value is None or (isinstance(value, str) and not value.strip()):
+    if isinstance(value, Mapping) and ("role" in value or "from" in value):  # ShareGPT's pairs
+        value = [value]
+    if value is None or value == [] or (isinstance(value, str) and not value.strip()):
         raise _bad(row, f"`{name}` is empty")
+    read_messages = FORMATS["chat"].make
+    if isinstance(value, list) and isinstance(value[0], Mapping):
+        chat = read_messages(row, [value])
+        if chat[0].role != ASSISTANT or prompt is None:
+            is_begun = isinstance(prompt, list) and prompt_name not in _CHATS
+            begun = read_messages(row, [prompt]) if is_begun else []
+            return read_conversation(row, chat if chat[: len(begun)] == begun else begun + chat)
+    if prompt is None:
+        if prompt_name:
+            raise _bad(row, f"`{prompt_name}` is empty")
+        if isinstance(value, str):
+            return Conversation([Message(ASSISTANT, value)])
+        raise _bad(row, f"`{name}` is {json_type_name(value)}, and there is no `prompt`")
+    if prompt_name in _CHATS and read_messages(row, [prompt])[-1].role == ASSISTANT:
+        raise _bad(row, f"`{prompt_name}` is no prompt: it ends with an answer")
+    kept = {key: row.values[key] for key in ("system", *TOOL_KEYS) if row.values.get(key)}
     values = kept | {"prompt": prompt, "completion": value}
-    return FORMATS["prompt-completion"].to_messages(row._replace(values=values))
+    return FORMATS["prompt-completion"].to_conversation(row._replace(values=values))
 
 
 _TURN = re.compile(r"\n\n(Human|Assistant):\s?")
@@ -216,6 +236,12 @@ _OBJECTIVES = {
 }
 
 
+def holds_preferences(row: Row) -> bool:
+    """A row of preferences and of nothing else."""
+    is_answer = any(one.matches(row.values) for one in FORMATS.values())
+    return not is_answer and any(one.matches(row.values) for one in PREFERENCE_FORMATS.values())
+
+
 def recognise(row: Row, example: ExampleKind) -> RowFormat:
     """The format of a row that is to give examples of this kind."""
     held = [one for one in PREFERENCE_FORMATS.values() if one.matches(row.values)]
@@ -230,8 +256,11 @@ def recognise(row: Row, example: ExampleKind) -> RowFormat:
                 return one
     if held:
         raise _misfit(row, held[0].kind, example)
-    recognise_format(row)  # says what is wrong with a row of no format
-    raise _misfit(row, ExampleKind.ANSWER, example)
+    if any(one.matches(row.values) for one in FORMATS.values()):
+        raise _misfit(row, ExampleKind.ANSWER, example)
+    wanted = _SUITS[example]
+    suitable = [one for one in PREFERENCE_FORMATS.values() if one.kind in wanted]
+    return recognise_format(row, suitable)  # says what is wrong with a row of no format
 
 
 def _misfit(row: Row, found: ExampleKind, wanted: ExampleKind) -> InvalidInputError:
@@ -258,17 +287,18 @@ def list_examples(row: Row, row_format: RowFormat, wanted: ExampleKind) -> list[
     if not isinstance(row_format, PreferenceFormat):
         return [(row_format.to_turns(row),)]
     return [
-        tuple(_reduce(found.prompt, answer) for answer in found.answers)
+        tuple(_reduce(found, answer) for answer in found.answers)
         for found in read_preferences(row, row_format, wanted)
     ]
 
 
-def _reduce(prompt: list[Message], answer: list[Message]) -> Turns:
+def _reduce(found: Preference, answer: list[Message]) -> Turns:
     """Of an answer of several turns the assistant's are learnt."""
-    learnt = [message.content for message in answer if message.role == ASSISTANT]
-    read = [message.content for message in (*prompt, *answer) if message.role != ASSISTANT]
-    read += [message.content for message in prompt if message.role == ASSISTANT]
-    return Turns("\n".join(read), "\n".join(learnt), len(prompt) + len(answer))
+    learnt = [message.text for message in answer if message.role == ASSISTANT]
+    read = [json.dumps(tool, default=str) for tool in found.tools]
+    read += [message.text for message in found.prompt]
+    read += [message.text for message in answer if message.role != ASSISTANT]
+    return Turns("\n".join(read), "\n".join(learnt), len(found.prompt) + len(answer))
 
 
 def read_preferences(
@@ -280,6 +310,6 @@ def read_preferences(
         return [found]
     chosen, rejected = found.answers
     return [
-        Preference(found.prompt, (chosen,), is_good=True),
-        Preference(found.prompt, (rejected,), is_good=False),
+        Preference(found.prompt, (chosen,), is_good=True, tools=found.tools),
+        Preference(found.prompt, (rejected,), is_good=False, tools=found.tools),
     ]

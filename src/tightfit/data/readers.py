@@ -32,7 +32,10 @@ from tightfit.core.text import did_you_mean, printable
 
 _EVERY_SECONDS = 0.2
 _ROWS_BETWEEN_LOOKS = 64
-WRITE_ROWS = 'write rows into it, such as {"prompt": "...", "completion": "..."} on each line'
+WRITE_ROWS = (
+    'write rows into it, such as {"prompt": "...", "completion": "..."} on each line; '
+    "or leave it out"
+)
 """The remedy for a file without rows."""
 
 

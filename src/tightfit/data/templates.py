@@ -541,9 +541,7 @@ class _TemplateFields:
             None
         )  # fmt: skip
         if lacking:
-            raise TemplateRenderError(
-                f"it writes no {lacking}; one that does: --set template=hermes"
-            )
+            raise TemplateRenderError(f"it writes no {lacking}; the template `hermes` does")
 
     def content(self, message: Message) -> str:
         """The text, after the reasoning where the template has no field for that."""

@@ -73,7 +73,7 @@ def load_json(text: str) -> Any:
     except RecursionError:
         raise ToolError(f"is nested more than {MAX_DEPTH} deep") from None
     except ValueError as error:
-        raise ToolError(f"is not JSON ({error})") from None
+        raise ToolError(f"cannot be read as JSON ({error})") from None
     check_depth(value)
     return value
 

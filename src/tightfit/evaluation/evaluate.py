@@ -17,6 +17,8 @@ from tightfit.core.progress import CountProgress, Progress
 from tightfit.core.settings import MAX_SEQ_LEN
 from tightfit.core.strategy import DataSource
 from tightfit.data.encode import EncodeRequest, encode_dataset
+from tightfit.data.preferences import holds_preferences
+from tightfit.data.sources import open_source, read_part
 from tightfit.data.templates import Prompter
 from tightfit.data.token_store import TokenStore
 from tightfit.data.tokenizer import load_tokenizer
@@ -86,6 +88,17 @@ class ColumnResult:
     answers: tuple[ModelAnswer, ...]
 
 
+def _refuse_preferences(source: DataSource) -> None:
+    """Encoding would name an objective, which is for training."""
+    row = next(read_part(open_source(source)), None)
+    if row is not None and holds_preferences(row):
+        raise InvalidInputError(
+            f"{row.place} holds preferences; eval scores rows with one answer.",
+            remedy="name rows with one answer; held-out pairs are scored in training: "
+            "tightfit train ... --eval FILE",
+        )
+
+
 def evaluate_model(request: EvaluateRequest) -> Scores:
     """Score the model. Files and data are checked before weights are loaded."""
     started = time.monotonic()
@@ -99,6 +112,7 @@ def evaluate_model(request: EvaluateRequest) -> Scores:
         train_on=target.train_on,
         seq_len=target.seq_len,
     )
+    _refuse_preferences(source)
     store = encode_dataset(encoding).train
     prompter = Prompter(load_tokenizer(artefact.tokenizer), artefact.template)
     data_format, questions = read_questions(source, prompter)

@@ -332,7 +332,7 @@ class BatchMaker:
         if self._store.description.example is ExampleKind.ANSWER:
             return batch
         answers = [index + at for item in items for index in item for at in range(self._size)]
-        batch |= self._describe_answers(batch, rows, answers)
+        batch |= self._describe_answers(batch, rows, self._number_answers(items), answers)
         if self.reference is not None:
             batch["reference"] = torch.from_numpy(self.reference.rows[answers])
         if self._store.is_good is not None:
@@ -369,17 +369,31 @@ class BatchMaker:
         trained = np.concatenate([unread, other.trained[start:]])[:limit]
         return EncodedRow(tokens, trained, own.place)
 
+    def _number_answers(self, items: Sequence[Item]) -> list[list[int]]:
+        """Numbers of each sequence's answers: a pair's follow each other. By place, since a source
+        of weight 2 may have a row twice in a batch."""
+        numbers: list[list[int]] = []
+        first = 0
+        for item in items:
+            for at in range(self._size):
+                numbers.append([first + self._size * place + at for place in range(len(item))])
+            first += self._size * len(item)
+        return numbers
+
     def _describe_answers(
-        self, batch: Batch, sequences: Sequence[Sequence[int]], answers: Sequence[int]
+        self,
+        batch: Batch,
+        sequences: Sequence[Sequence[int]],
+        numbers: Sequence[Sequence[int]],
+        answers: Sequence[int],
     ) -> Batch:
         """Which answer each token belongs to, and how many trained tokens each answer has."""
-        number_of = {row: number for number, row in enumerate(answers)}
         answer_ids = torch.zeros_like(batch["labels"])
         for index, sequence in enumerate(sequences):
             start = 0
-            for row in sequence:
+            for row, number in zip(sequence, numbers[index], strict=True):
                 end = start + int(self._store.lengths[row])
-                answer_ids[index, start:end] = number_of[row]
+                answer_ids[index, start:end] = number
                 start = end
         lengths = torch.from_numpy(self._store.num_trained[list(answers)].astype("int64"))
         return {"answer_ids": answer_ids, "answer_lengths": lengths}

@@ -267,11 +267,6 @@ def _check_objective(store: TokenStore, strategy: Strategy) -> None:
         raise InvalidInputError(
             "KTO's mismatched rows cannot be packed.", remedy="--set packing=false"
         )
-    if objective.record.needs_kl and len(store) < 2:
-        raise InvalidInputError(
-            "KTO compares answers of different rows, and there is only one.",
-            remedy="add rows to the data",
-        )
 
 
 def _check_vocabulary(store: TokenStore, plan: Plan, training: Training) -> None:

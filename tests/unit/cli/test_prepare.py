@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -252,6 +253,31 @@ def test_all_errors_come_at_once(run: Run, model: Path, tmp_path: Path) -> None:
     assert "unreadable, 26 rows" in rest.out
     assert re.search(r"left out +26 rows of 28:", rest.out)
     assert "tightfit train" not in rest.out  # it would refuse them
+
+
+def test_what_the_other_rows_are_read_with_is_repeated(
+    run: Run, model: Path, tmp_path: Path
+) -> None:
+    """The command that is named reads the same data for the same objective."""
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    data = write_rows(tmp_path / "pairs.jsonl", [pair, pair | {"chosen": ""}, pair])
+    options = ("--objective", "dpo", "--seq-len", "64")
+    answer = run("prepare", str(model), "--data", str(data), *options)
+    named = re.search(r"tightfit (prepare .* --skip-invalid)", answer.err)
+    assert named is not None
+    assert run(*shlex.split(named[1])).code == 0
+
+
+def test_rows_that_a_template_refuses_one_and_all_leave_no_others(
+    run: Run, model: Path, tmp_path: Path
+) -> None:
+    asked = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    tools = [{"name": "add", "parameters": {"type": "object", "properties": {}}}]
+    data = write_rows(tmp_path / "tools.jsonl", [{"tools": tools, "messages": asked}] * 24)
+    answer = run("prepare", str(model), "--data", str(data), "--template", "chatml")
+    line = "line 1: the chat template refuses it: it writes no tools; the template `hermes` does"
+    assert line in answer.err
+    assert "--skip-invalid" not in answer.err
 
 
 def test_an_unparsable_line_counts_as_a_row(run: Run, model: Path, data: Path) -> None:

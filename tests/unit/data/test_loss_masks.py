@@ -158,7 +158,8 @@ def test_a_refusal_is_a_finding_in_the_templates_words() -> None:
     assert rows == []
     [finding] = findings.listed()
     assert finding.kind == "refused"
-    assert finding.shown == ("a.jsonl line 1: Conversation roles must alternate",)
+    reason = "Conversation roles must alternate"
+    assert finding.shown == (f"a.jsonl line 1: the chat template refuses it: {reason}",)
 
 
 def test_an_answer_before_any_question(tmp_path: Path) -> None:

@@ -41,6 +41,15 @@ SPELLINGS: dict[str, dict[str, Any]] = {
         "chosen": "\n\nHuman: hello\n\nAssistant: the quick fox",
         "rejected": "\n\nHuman: hello\n\nAssistant: the lazy dog",
     },
+    # ShareGPT's, as LLaMA-Factory reads them
+    "sharegpt": {
+        "conversations": [{"from": "human", "value": "hello"}],
+        "chosen": {"from": "gpt", "value": "the quick fox"},
+        "rejected": {"from": "gpt", "value": "the lazy dog"},
+    },
+    "whole conversations beside one more": {
+        **{"messages": [USER, GOOD], "chosen": [USER, GOOD], "rejected": [USER, BAD]},
+    },
     "one text without roles": {"chosen": "hello the quick fox", "rejected": "hello a lazy dog"},
 }
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -54,7 +63,14 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"chosen": [USER, GOOD], "rejected": [USER]}, "the rejected answer is empty"),
     ({"chosen": "abc", "rejected": "xyz"}, "share no prompt"),
-    (SPELLINGS["messages"] | {"tools": [{"name": "look"}]}, "lists tools"),
+    ({"chosen": {"text": "a"}, "rejected": {"text": "b"}}, "`chosen` is an object"),
+    ({"chosen": 1, "rejected": 2}, "`chosen` is a number"),
+    (PAIR | {"prompt": None}, "`prompt` is empty"),
+    (PAIR | {"chosen": []}, "`chosen` is empty"),
+    (
+        {"messages": [USER, GOOD], "chosen": "the quick fox", "rejected": "the lazy dog"},
+        "`messages` is no prompt",
+    ),
 ]
 
 
@@ -144,6 +160,17 @@ def test_data_of_another_objective_names_that_one(
     assert caught.value.remedy.startswith(remedy)
 
 
+def test_a_row_of_no_format_names_those_of_the_objective() -> None:
+    """Not the formats of other objectives: a pair without its other half is told what lacks."""
+    with pytest.raises(InvalidInputError, match="no known format") as caught:
+        read({"prompt": "a", "chosen": "b", "rejectd": "c"})
+    assert "`rejectd`: did you mean `rejected`?" in caught.value.problem
+    assert (
+        caught.value.remedy
+        == f"rename the keys to one of: pairs {PREFERENCE_FORMATS['pairs'].example}"
+    )
+
+
 def test_every_format_reads_its_own_example() -> None:
     for row_format in PREFERENCE_FORMATS.values():
         values = json.loads(row_format.example.replace('"..."', "null"))
@@ -186,6 +213,44 @@ def test_pairs_are_encoded_side_by_side(tmp_path: Path) -> None:
     assert counted.num_rows == 20
 
 
+ADD = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 1}'}}]}
+
+
+@pytest.mark.parametrize("objective", [Objective.DPO, Objective.KTO])
+def test_pairs_have_tools_and_calls(objective: Objective, tmp_path: Path) -> None:
+    """A call may be the better answer. The tools are read, as `apply_chat_template` writes them."""
+    folder = make_model(tmp_path / "model", "chatml")
+    result = {"role": "tool", "content": "4"}
+    rows: list[dict[str, Any]] = [
+        {"tools": [ADD], "prompt": [USER], "chosen": [CALL], "rejected": [BAD]},
+        {"tools": json.dumps([ADD]), "prompt": "hello", "chosen": [CALL], "rejected": [BAD]},
+        {
+            **{"tools": [ADD], "prompt": [USER, CALL, result, GOOD, USER]},
+            **{"chosen": [CALL, result, GOOD], "rejected": [BAD]},
+        },
+    ]
+    data = write(tmp_path / "p.jsonl", rows)
+    found = encode(folder, data, objective, template="hermes", seq_len=2048)
+
+    tokenizer = load_tokenizer(folder)
+    texts = [tokenizer.decode(found.train.row(at).tokens.tolist()) for at in range(6)]
+    assert all('"add"' in text and "<tools>" in text for text in texts)
+    rows_trained = [found.train.row(at) for at in range(6)]
+    learnt = [tokenizer.decode(row.tokens[row.trained].tolist()) for row in rows_trained]
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
+    bad, good = "the lazy dog<|im_end|>", "the quick fox<|im_end|>"
+    assert learnt == [call, bad, call, bad, call + good, bad]
+
+
+def test_a_call_of_a_pair_must_be_listed() -> None:
+    values = {"prompt": [USER], "chosen": [CALL], "rejected": [BAD]}
+    with pytest.raises(InvalidInputError, match="calls `add`, which is not listed"):
+        read(values)
+    (found,) = read(values | {"tools": [ADD]})
+    assert found.answers[0][-1].tool_calls[0].arguments == {"a": 1}
+
+
 def test_long_pairs_are_cut_alike(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model", "chatml")
     long = "fox " * 200
@@ -210,6 +275,13 @@ def test_labels_are_kept(tmp_path: Path) -> None:
 
     assert found.train.is_good is not None
     assert found.train.is_good.tolist() == [True, False] * 3
+
+
+def test_one_labelled_answer_has_none_to_be_compared_with(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", "chatml")
+    data = write(tmp_path / "k.jsonl", [{"prompt": "a", "completion": "fox", "label": True}])
+    with pytest.raises(InvalidInputError, match="there is only one"):
+        encode(folder, data, Objective.KTO)
 
 
 def test_preferences_are_between_answers(tmp_path: Path) -> None:

@@ -65,6 +65,15 @@ def read_answers(scores: Scores) -> list[AnswerRow]:
     return [AnswerRow.model_validate_json(line) for line in lines]
 
 
+def test_pairs_are_not_scored(run: RunFolder, tmp_path: Path) -> None:
+    """The remedy is none of training's options."""
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n")
+    with pytest.raises(InvalidInputError, match="line 1 holds preferences") as caught:
+        evaluate_model(EvaluateRequest(target=str(run.path), data=str(pairs)))
+    assert "--objective" not in caught.value.remedy
+
+
 def loss_by_library(model: Any, folder: Path, rows: Path) -> float:
     """Token-weighted loss on the answers, with the template written out by hand."""
     make: Any = PreTrainedTokenizerFast
