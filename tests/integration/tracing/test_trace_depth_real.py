@@ -22,7 +22,7 @@ from tightfit.training.tracing.trace import record_job
 
 DEPTH = 7
 MIXED = {
-    *("gemma2", "gemma3_text", "gemma4", "gpt_oss", "olmo3", "exaone4", "smollm3", "t5"),
+    *("cohere2", "gemma2", "gemma3_text", "gemma4", "gpt_oss", "olmo3", "exaone4", "smollm3", "t5"),
     *("deepseek_v3", "ernie4_5_moe", "glm4_moe", "glm4_moe_lite", "llama4"),
     *("granitemoehybrid", "lfm2", "nemotron_h", "qwen3_5", "qwen3_5_moe", "qwen3_next"),
 }

@@ -21,13 +21,14 @@ from tightfit.trace.recording import (
 from tightfit.trace.result import TracedStage
 from tightfit.training.tracing.job import TraceJob
 from tightfit.training.tracing.trace import record_job
+from tiny_configs import tiny_config
 
 _SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 120}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": _SIZES | {"intermediate_size": 96, "max_position_embeddings": 64},
     "opt": _SIZES | {"ffn_dim": 96, "word_embed_proj_dim": 64, "max_position_embeddings": 64},
     "falcon": _SIZES | {"alibi": False},
-    "bloom": {"hidden_size": 64, "n_layer": 2, "n_head": 4, "vocab_size": 120},
+    "qwen3_next": tiny_config("qwen3_next"),
     "t5": {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4}
     | {"vocab_size": 120, "decoder_start_token_id": 0, "is_encoder_decoder": True},
 }
@@ -114,7 +115,7 @@ def test_an_evaluation_s_rows_are_never_packed() -> None:
 
 
 def test_what_cannot_be_packed_says_so_with_a_remedy() -> None:
-    with pytest.raises(UsageError, match="bloom") as caught:
-        record("bloom", {"packing": True, "attention": "eager"})
+    with pytest.raises(UsageError, match="qwen3_next") as caught:
+        record("qwen3_next", {"packing": True, "attention": "eager"})
     assert "packing=false" in caught.value.remedy
     assert list(list_stages(record("falcon", {"repeat_keys": True}))) == ALL
