@@ -36,11 +36,16 @@ def leave_tools_out(body: dict[str, Any]) -> None:
     if isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools):
         body["tools"] = None
     if isinstance(messages, list):
-        body["messages"] = [
-            message | {"role": "user"}
-            if isinstance(message, dict)
-            and message.get("role") == "tool"
-            and isinstance(message.get("content"), str)
-            else message
-            for message in messages
-        ]
+        body["messages"] = [leave_calls_out(message) for message in messages]
+
+
+def leave_calls_out(message: Any) -> Any:
+    """A turn of text, where its role and content are valid."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        return message
+    changed = dict(message)
+    if changed["role"] == "tool":
+        changed["role"] = "user"
+    if changed.get("content", "") is None and changed.get("tool_calls") in (None, []):
+        changed["content"] = "Hello"
+    return changed
