@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from tightfit.training.model import recompute_layers
+from tightfit.training.recompute import recompute_layers
 
 SAMPLE_SECONDS = 0.02
 HEAD_DIM = 128

@@ -113,6 +113,16 @@ CASES: tuple[Case, ...] = (
         changes={"checkpointing": True},
         recomputes_fraction=0.5,
     ),
+    Case(
+        name="layers' inputs in host memory",
+        changes={"checkpointing": True, "offloaded_inputs": 4},
+        against="recomputing all layers",
+    ),
+    Case(
+        name="MLPs in tiles",
+        changes={"checkpointing": True, "mlp_tiles": 4},
+        against="recomputing all layers",
+    ),
     Case(name="2 micro-batches", divides_rows_by=2),
     Case(name=FULL, changes=_FULL),
     Case(name=FULL_HALVES, changes=_FULL, divides_rows_by=2),

@@ -6,8 +6,9 @@
     python benchmarks/h200_families.py                   # the tables of docs/speed.md
     python benchmarks/h200_families.py --check           # fails if the result is not what it says
 
-Rows that say `measured_by` are of another measurement, an earlier one by `tightfit bench`. Weights
-are drawn. Errors are of what the plan predicted without a calibration, too high above zero.
+A row's `long_run` is of an earlier measurement by `tightfit bench`, which plans for a run of any
+length. Weights are drawn. Errors are of what the plan predicted without a calibration, too high
+above zero.
 """
 
 from __future__ import annotations
@@ -72,6 +73,22 @@ def read_job(job: Row) -> Row | None:
     return row
 
 
+def keep_peer(row: Row, before: Row) -> Row:
+    """With trl's figure of before, where it was not measured again, and a bench's of before with
+    compiled layers, which do not pay in a run as short as these."""
+    if "measured_by" in before and "compiled" in before["plan"]:
+        names = ("measured_by", "date", "plan", "tokens_per_second", "mfu_fraction")
+        row = row | {"long_run": {name: before[name] for name in names}}
+    elif "long_run" in before:
+        row = row | {"long_run": before["long_run"]}
+    if "trl" in row or "trl_fault" in row:
+        return row
+    kept: Row = {name: before[name] for name in ("trl", "trl_fault") if name in before}
+    if "trl" in kept:
+        kept["to_trl"] = round(row["tokens_per_second"] / kept["trl"]["tokens_per_second"], 3)
+    return row | kept
+
+
 def summarise(rows: list[Row]) -> Row:
     traced = [abs(row["allocated_error"]) for row in rows if row["tier"] == "traced"]
     ratios = [row["to_trl"] for row in rows if "to_trl" in row]
@@ -92,7 +109,10 @@ def collect(file: Path) -> None:
     """Jobs measured anew replace their rows of before."""
     jobs = json.loads(file.read_text())["jobs"]
     known = {} if not RESULT.exists() else json.loads(RESULT.read_text())["measured"]
-    known |= {name: row for name, job in jobs.items() if (row := read_job(job)) is not None}
+    for name, job in jobs.items():
+        row = read_job(job)
+        if row is not None:
+            known[name] = keep_peer(row, known.get(name, {}))
     measured = {name: known[name] for name in (*FAMILIES, *PREFERENCES) if name in known}
     total = summarise(list(measured.values()))
     write_result(RESULT, "benchmarks/h200_families.py", total=total, measured=measured)

@@ -127,8 +127,8 @@ def run_peer(setting: Setting, job: Job, contestant: Contestant) -> dict[str, An
     return {"fault": tried[-1]["fault"], "tried": tried}
 
 
-def write_recipe(setting: Setting, job: Job, contestant: Contestant) -> Path:
-    """The recipe; its run's folder lies beside it."""
+def write_recipe(setting: Setting, job: Job, contestant: Contestant) -> tuple[Path, dict[str, Any]]:
+    """The recipe's file, beside which its run's folder lies, and what it says."""
     work = setting.work / job.name
     path = work / f"{contestant.name}-run.yaml"
     recipe = make_recipe(
@@ -142,14 +142,13 @@ def write_recipe(setting: Setting, job: Job, contestant: Contestant) -> Path:
     if contestant.asked:
         recipe["strategy"] = contestant.asked
     path.write_text(json.dumps(recipe))
-    return path
+    return path, recipe
 
 
 def run_tightfit(setting: Setting, job: Job, contestant: Contestant) -> dict[str, Any]:
     """`tightfit train` on a recipe; planning is not timed, as building is not for the others."""
-    path = write_recipe(setting, job, contestant)
+    path, recipe = write_recipe(setting, job, contestant)
     run, log = path.with_suffix(""), path.with_suffix(".log")
-    recipe = json.loads(path.read_text())
     environment = make_environment(setting, "tightfit", expandable=False)
     try:
         code = run_limited(train_command(path, job), environment, setting.remaining(), log)
@@ -173,7 +172,7 @@ def plan_first(setting: Setting, jobs: list[Job]) -> None:
     def plan(job: Job) -> str:
         contestants = list_contestants(job, device=setting.device)
         ours = next(one for one in contestants if one.name == "tightfit")
-        path = write_recipe(setting, job, ours)
+        path, _ = write_recipe(setting, job, ours)
         environment = make_environment(setting, "tightfit", expandable=False)
         log = setting.work / job.name / "plan.log"
         command = [*train_command(path, job), "--dry-run"]

@@ -341,7 +341,8 @@ def _attention_rows(
         return (), ()
     is_sdpa = strategy.attention is Attention.SDPA
     masked = measured.masked_attention if is_sdpa else ()
-    if strategy.packing and strategy.attention.record.varlen != "never":
+    varlen = strategy.attention.record.varlen
+    if varlen == "always" or (strategy.packing and varlen != "never"):
         return measured.document_attention, masked
     return measured.attention if is_sdpa else (), masked
 

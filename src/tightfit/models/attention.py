@@ -102,6 +102,27 @@ def find_flash_problem(needs: AttentionNeeds, *, is_packed: bool) -> str | None:
     return _name_missing(needs, _FLASH.package_features)
 
 
+def find_context_problem(needs: AttentionNeeds) -> str | None:
+    """Why the rows of this model cannot be shared by several GPUs, or None.
+
+    Each computes a slice of a row, and attention alone exchanges anything.
+    """
+    family = needs.family
+    if needs.is_encoder_decoder:
+        return "it has an encoder and a decoder"
+    if not family.is_known:
+        return (
+            "its family has no record, which would say whether anything but attention joins tokens"
+        )
+    if not family.takes_positions:
+        return "not all of its layers compute each token by itself and by its position"
+    if family.own_attention or not family.accepts_custom_attention:
+        return _PHRASES[AttentionFeature.OWN]
+    if not family.is_causal or AttentionFeature.BIDIRECTIONAL in needs.features:
+        return _PHRASES[AttentionFeature.BIDIRECTIONAL]
+    return None
+
+
 def needs_flash_attn(needs: AttentionNeeds) -> bool:
     """Whether flash attention needs the flash-attn package: torch's own kernel lacks something."""
     return find_varlen_problem(needs) is not None

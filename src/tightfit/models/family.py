@@ -223,6 +223,9 @@ class Family:
     fuses_projections: bool = False
     """A norm feeds q, k, v and nothing else, and another gate and up, so that the matrices of each
     can be one product."""
+    mlp_module: str = "mlp"
+    """The name of each layer's MLP, which can run on some tokens at a time: a module that is called
+    with the hidden states alone. Empty where it has none."""
     splits_rotary: bool = False
     """One projection is split and rotated: the values, a view of it, keep all of it alive."""
     composes_gelu: bool = False
@@ -266,6 +269,10 @@ class Family:
     def architecture(self) -> str:
         """In GGUF files."""
         return self.gguf_name or self.model_types[0]
+
+    @property
+    def can_tile_mlp(self) -> bool:
+        return self.read is not None and bool(self.mlp_module)
 
     @property
     def has_fused_attention(self) -> bool:

@@ -352,9 +352,12 @@ def _change(plan: Plan, strategy: Strategy) -> Plan:
         profile=plan.data,
     )
     reported = estimate.model_copy(update={"assumptions": plan.estimate.assumptions})
-    sequences = strategy.micro_batch * strategy.grad_accum * strategy.world_size
     return plan.model_copy(
-        update={"strategy": strategy, "estimate": reported, "effective_batch": sequences}
+        update={
+            "strategy": strategy,
+            "estimate": reported,
+            "effective_batch": strategy.examples_per_step,
+        }
     )
 
 

@@ -3,6 +3,7 @@ transformers does not have.
 
 `tightfit_repeat`: SDPA with repeated keys, for GPUs without a fused grouped-query kernel.
 `tightfit_varlen`: packed rows without a mask, document by document.
+`tightfit_window`: rows that are not packed, without a mask, windows included.
 `tightfit_causal`, `tightfit_causal_repeat`: those of families with an attention of their own.
 """
 
@@ -193,10 +194,9 @@ def run_varlen_kernel(
 
 REPEAT = "tightfit_repeat"
 VARLEN = "tightfit_varlen"
+WINDOW = "tightfit_window"
 FLASH_ATTN_2 = Attention.FLASH.implementation_name
 """transformers' own name for the flash-attn package."""
-GROUPED_DECODE = "tightfit_grouped_decode"
-"""SDPA for generation of one token per row."""
 CAUSAL = "tightfit_causal"
 """SDPA without a mask, or flex attention with a bias by distance: `own_attention.py`."""
 CAUSAL_REPEAT = "tightfit_causal_repeat"
@@ -212,7 +212,9 @@ def choose_attention_name(strategy: Strategy, *, has_varlen: bool | None = None)
     """
     if strategy.attention is Attention.FLASH:
         # transformers' own flash path separates documents only in batches of one row.
-        return VARLEN if strategy.packing or not _has_flash_attn() else FLASH_ATTN_2
+        if strategy.packing:
+            return VARLEN
+        return FLASH_ATTN_2 if _has_flash_attn() else WINDOW
     if strategy.attention is not Attention.SDPA:
         return strategy.attention.implementation_name
     if has_varlen is None:
@@ -244,7 +246,7 @@ def resolve_attention(config: PretrainedConfig, name: str) -> str:
         return CAUSAL
     if name == FLASH_ATTN_2:
         problem = find_flash_problem(needs, is_packed=False)
-    elif name in (PACKED, VARLEN):
+    elif name in (PACKED, VARLEN, WINDOW):
         problem = find_varlen_obstacle(config, find_varlen_kernel(needs.features))
     else:
         for kind in _list_own():
@@ -257,7 +259,7 @@ def resolve_attention(config: PretrainedConfig, name: str) -> str:
         is_causal = needs.family.own_attention and name == Attention.FLEX.implementation_name
         return CAUSAL if is_causal else name
     if problem is None:
-        return name if name == FLASH_ATTN_2 else VARLEN
+        return VARLEN if name == PACKED else name
     fallback = "sdpa" if sdpa_problem is None else "eager"
     if name == PACKED:
         return fallback
@@ -352,16 +354,20 @@ def register_attention() -> None:
     from transformers.masking_utils import sdpa_mask
 
     from tightfit.runtime import own_attention
+    from tightfit.runtime.decoding import SLOTS, slot_attention
+    from tightfit.runtime.window_attention import window_attention
 
     implementations: dict[str, Any] = {
         REPEAT: repeat_attention,
         VARLEN: varlen_attention,
-        GROUPED_DECODE: grouped_decode_attention,
+        WINDOW: window_attention,
+        SLOTS: slot_attention,
         CAUSAL: own_attention.causal_attention,
         CAUSAL_REPEAT: repeat_attention,
     }
     masks: dict[str, Any] = {
         VARLEN: _no_mask,
+        WINDOW: _no_mask,
         CAUSAL: own_attention.make_mask,
         CAUSAL_REPEAT: own_attention.make_mask,
     }
@@ -551,33 +557,3 @@ def choose_inference_attention(folder: Path) -> str:
 def name_inference_attention(config: PretrainedConfig) -> str:
     """The same for a config."""
     return "sdpa" if find_sdpa_problem(read_needs(config)) is None else "eager"
-
-
-def grouped_decode_attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    **options: Any,
-) -> tuple[torch.Tensor, None]:
-    """SDPA for one new token per row, with the query heads of a key head as its queries.
-
-    Under a mask SDPA would repeat the keys instead. For more tokens it is transformers' `sdpa`.
-    """
-    from torch.nn.functional import scaled_dot_product_attention
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    rows, heads, num_new, width = query.shape
-    num_shared = heads // key.shape[1]
-    if num_new != 1 or num_shared == 1 or attention_mask is None:
-        attend: Any = sdpa_attention_forward
-        return attend(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
-    output = scaled_dot_product_attention(
-        query.view(rows, key.shape[1], num_shared, width),
-        key,
-        value,
-        attn_mask=attention_mask.expand(-1, -1, num_shared, -1),
-        scale=options.get("scaling"),
-    )
-    return output.reshape(rows, 1, heads, value.shape[-1]), None

@@ -313,6 +313,7 @@ class GpuEmulation:
             f"{sdpa}efficient_attention_backward": partial(
                 kernels.efficient_backward, capability=self._capability
             ),
+            "aten::_flash_attention_backward": kernels.flash_rows_backward,
             "torch_attn::_varlen_attn_backward": kernels.varlen_backward,
             "aten::_safe_softmax": kernels.safe_softmax,
             "aten::_softmax_backward_data": kernels.softmax_backward,

@@ -34,13 +34,30 @@ def flash_backward(args: tuple[Any, ...]) -> list[int]:
     output contiguous token by token.
     """
     gradient, query, key, _, output = args[:5]
-    batch, num_heads, num_queries, width = query.shape
+    copied = [x for x in (gradient, output) if not x.transpose(1, 2).is_contiguous()]
+    batch, num_heads, num_queries, _ = query.shape
+    return _flash_backward(copied, (batch, num_queries, num_heads), query, key.shape[1])
+
+
+def flash_rows_backward(args: tuple[Any, ...]) -> list[int]:
+    """The same kernel, called with `[rows, tokens, heads, width]`."""
+    gradient, query, key, _, output = args[:5]
+    copied = [x for x in (gradient, output) if not x.is_contiguous()]
+    batch, num_queries, num_heads, _ = query.shape
+    return _flash_backward(copied, (batch, num_queries, num_heads), query, key.shape[2])
+
+
+def _flash_backward(
+    copied: list[Any], sizes: tuple[int, int, int], query: Any, num_key_heads: int
+) -> list[int]:
+    batch, num_queries, num_heads = sizes
+    width = query.shape[-1]
     rounded = _round_up(num_queries, 128)
-    blocks = [_tensor_bytes(x) for x in (gradient, output) if not x.transpose(1, 2).is_contiguous()]
+    blocks = [_tensor_bytes(x) for x in copied]
     blocks.append(_FP32_BYTES * batch * num_heads * rounded)
     blocks.append(_FP32_BYTES * batch * num_heads * rounded * _round_width(width))
-    if key.shape[1] != num_heads:
-        whole = batch * num_heads * key.shape[2] * width * key.element_size()
+    if num_key_heads != num_heads:
+        whole = batch * num_heads * num_queries * width * query.element_size()
         blocks += [whole, whole]
     return blocks
 

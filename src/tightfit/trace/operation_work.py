@@ -251,9 +251,30 @@ def _attend(args: Arguments, result: Any) -> Work:
 def _attend_flex(args: Arguments, result: Any) -> Work:
     """Pairs of a window count as half a square that has as many."""
     work = _attend({**args, "is_causal": True}, result)
-    tokens, window = args["query"].shape[2], args["window"]
-    share = (2 * window * tokens - window**2) / tokens**2
-    return work._replace(flops=work.flops * share)
+    return work._replace(flops=work.flops * _square_share(args["query"].shape[2], args["window"]))
+
+
+def _attend_window(args: Arguments, result: Any) -> Work:
+    """FlashAttention over whole rows of `[rows, tokens, heads, width]`."""
+    query, key, value = (args[name] for name in ("query", "key", "value"))
+    batch, tokens, heads, width = query.shape
+    is_back = "grad_out" in args
+    per_pair = (10.0 if is_back else 4.0) * width
+    left = args.get("window_size_left")
+    share = 1.0 if left is None else _square_share(tokens, min(left + 1, tokens))
+    return Work(
+        ATTENTION,
+        dtype=name_dtype(query.dtype),
+        shape=(width, tokens, 1, int(is_back)),
+        flops=per_pair * batch * heads * tokens**2 * share,
+        num_bytes=sum_bytes((query, key, value), result),
+        num_kernels=3 if is_back else 1,
+    )
+
+
+def _square_share(tokens: int, window: int) -> float:
+    """Pairs of a causal window, of those of a causal square."""
+    return (2 * window * tokens - window**2) / tokens**2
 
 
 def _attend_documents(args: Arguments, result: Any) -> Work:
@@ -553,6 +574,8 @@ SPECIAL_WORK: dict[str, _Describe] = {
     "aten::_scaled_dot_product_efficient_attention_backward": _attend,
     "tightfit::flex_attention": _attend_flex,
     "tightfit::flex_attention_backward": _attend_flex,
+    "aten::_flash_attention_forward": _attend_window,
+    "aten::_flash_attention_backward": _attend_window,
     "torch_attn::_varlen_attn": _attend_documents,
     "torch_attn::_varlen_attn_backward": _attend_documents,
     "aten::_fused_adamw_": _update_fused,

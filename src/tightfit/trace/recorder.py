@@ -19,7 +19,12 @@ from torch.utils._pytree import tree_leaves
 from tightfit.trace.concrete_values import ConcreteValues
 from tightfit.trace.gpu_emulation import GpuEmulation
 from tightfit.trace.kernel_stubs import LAUNCH_LISTENERS
-from tightfit.trace.operation_work import OperationCollector, OperationContext, describe_launch
+from tightfit.trace.operation_work import (
+    OperationCollector,
+    OperationContext,
+    Work,
+    describe_launch,
+)
 from tightfit.trace.recording import (
     ACTIVATIONS,
     COMMUNICATION,
@@ -181,6 +186,15 @@ class Recorder(TorchDispatchMode):
             if index is not None and self._drafts[index].category in ("", COMMUNICATION):
                 self._change(index, category=category)
 
+    def adopt(self, tensors: Iterable[torch.Tensor], op: str) -> None:
+        """Record tensors that an operation made while the recorder was paused."""
+        for tensor in tensors:
+            self._note(tensor, op)
+
+    def launched(self, work: Work) -> None:
+        """Record a triton kernel."""
+        self.notes.add(self._moment(), TRITON, work)
+
     def _change(self, index: int, **fields: Any) -> None:
         self._drafts[index] = replace(self._drafts[index], **fields)
 
@@ -292,7 +306,7 @@ class Recorder(TorchDispatchMode):
     def _record_launch(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A triton kernel, which is not dispatched by torch."""
         if not self.is_paused:
-            self.notes.add(self._moment(), TRITON, describe_launch(args, kwargs))
+            self.launched(describe_launch(args, kwargs))
 
     def _moment(self) -> OperationContext:
         # In a backward pass modules are called only where a layer is recomputed.

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import NamedTuple
 
+from tightfit.core.attention import Attention
 from tightfit.core.dtypes import Dtype
 from tightfit.core.optimizers import EIGHT_BIT_SECONDS_PER_PARAM, Optimizer
 from tightfit.core.strategy import Strategy
@@ -58,6 +59,7 @@ ADAPTER_BACKWARD_WEIGHT = 6.5
 LAYER_KERNELS = 35.0
 """Kernels that `estimate.step_time.count_forward_kernels` counts in that layer."""
 
+_SDPA = "aten::_scaled_dot_product_"
 _IN_PYTHON = ("bitsandbytes::", TRITON)
 
 
@@ -332,9 +334,13 @@ class DeviceSeconds:
 
     def _attend(self, one: Operation) -> float:
         width, length, is_causal, is_backward = one.shape
+        strategy = self._strategy
+        if one.name.startswith(_SDPA) and not strategy.packing:
+            # Flash attention calls it too, for layers without a window.
+            strategy = strategy.model_copy(update={"attention": Attention.SDPA})
         rates = eff.find_rates(
             self._gpu,
-            self._strategy,
+            strategy,
             head_dim=width,
             seq_len=float(length),
         )

@@ -34,7 +34,7 @@ def _job(**strategy: Any) -> TraceJob:
     )
 
 
-JOBS = [_job(method="full"), _job(compile=True), _job(checkpointing=False)]
+JOBS = [_job(method="full"), _job(offload="optimizer"), _job(checkpointing=False)]
 
 
 def _timeless(answer: TraceResponse) -> dict[str, Any]:

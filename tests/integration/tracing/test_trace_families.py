@@ -22,6 +22,9 @@ CAPABILITY = (9, 0)
 # GPT-BigCode's modelling file uses torch.jit.script, which torch 2.13 deprecates.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
+COMPILED = ("bloom", "gpt_neox", "glm4_moe_lite", "nemotron_h", "lfm2")
+"""Where the first plan compiles layers that differ most: biases by distance, layers in parallel,
+latent attention and experts, Mamba, convolutions."""
 MIXTURES = ("gpt_oss", "mixtral", "qwen3_moe", "deepseek_v3", "glm4_moe")
 
 
@@ -34,8 +37,9 @@ def test_the_first_plan_is_traced(model_type: str, method: str) -> None:
     spec = read_config(config, name=model_type, source="a tiny config")
     request = JobRequest(spec=spec, method=method, seq_len=32, effective_batch=4)
     [first, *_] = search(request, CARD).plans
-    # What is compiled is not traced: the same plan without it.
-    strategy = first.strategy.model_copy(update={"compile": False})
+    strategy = first.strategy
+    if model_type not in COMPILED:  # a second of CPU for each kind of layer
+        strategy = strategy.model_copy(update={"compile": False})
     job = TraceJob(config=config, strategy=strategy, compute_capability=CAPABILITY, stages=())
     recording = record_job(job)
 

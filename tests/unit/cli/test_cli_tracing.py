@@ -49,7 +49,6 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[TraceRequest]]:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--set", "compile=true"), "compiled layers"),
         (("--seq-len", "16777216"), "a batch of 16,777,216 tokens is more than a trace follows"),
         (("--offload", "all", "--sharding", "zero3"), "offloads"),
     ],

@@ -21,6 +21,7 @@ from tightfit.runtime.attention import (
     PACKED,
     REPEAT,
     VARLEN,
+    WINDOW,
     VarlenKernel,
     check_packable,
     choose_attention_name,
@@ -338,7 +339,7 @@ def test_names_by_strategy(monkeypatch: pytest.MonkeyPatch) -> None:
     assert name(packing=True) == "sdpa"
     assert name(repeat_keys=True, packing=True) == REPEAT
     assert name(attention=Attention.EAGER, packing=True) == "eager"
-    assert name(attention=Attention.FLASH) == VARLEN
+    assert name(attention=Attention.FLASH) == WINDOW
     monkeypatch.setattr(attention, "_has_flash_attn", lambda: True)
     assert name(attention=Attention.FLASH) == "flash_attention_2"
     assert name(attention=Attention.FLASH, packing=True) == VARLEN

@@ -227,6 +227,7 @@ _FALCON = Family(
 )
 _BLOOM = Family(
     model_types=("bloom",),
+    mlp_module="",
     read=read_bloom,
     alibi="always",
     has_sdpa=False,
@@ -248,7 +249,7 @@ _BLOOM = Family(
 LAYERNORM_FAMILIES = (
     _BLOOM,
     replace(_BLOOM, model_types=("mpt",), composes_gelu=False, read=read_mpt, gguf=_MPT_GGUF),
-    Family(model_types=("opt",), read=read_opt, mask_reads_positions=False),
+    Family(model_types=("opt",), read=read_opt, mlp_module="", mask_reads_positions=False),
     _FALCON,
     # Falcon's names before transformers took it in.
     replace(_FALCON, model_types=("RefinedWeb", "RefinedWebModel"), gguf_name="falcon", gguf=None),

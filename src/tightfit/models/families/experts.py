@@ -410,12 +410,17 @@ EXPERT_FAMILIES = (
     Family(model_types=("olmoe",), read=read_olmoe, has_router_loss=True),
     Family(
         model_types=("granitemoeshared",),
+        mlp_module="",
         read=read_granitemoeshared,
         has_router_loss=True,
         scales_logits=True,
     ),
     Family(
-        model_types=("phimoe",), read=read_phimoe, has_router_loss=True, lora_excludes=("router",)
+        model_types=("phimoe",),
+        read=read_phimoe,
+        has_router_loss=True,
+        mlp_module="",  # its router draws at random in training
+        lora_excludes=("router",),
     ),
     Family(model_types=("glm4_moe",), read=read_glm4_moe),
     Family(model_types=("dots1",), read=read_dots1),
@@ -425,6 +430,7 @@ EXPERT_FAMILIES = (
     replace(_DEEPSEEK, model_types=("deepseek_v3",), read=read_deepseek_v3),
     Family(
         model_types=("llama4_text", "llama4"),
+        mlp_module="",
         read=read_llama4,
         takes_positions=False,
         has_flash=False,

@@ -385,6 +385,7 @@ MOE_FAMILIES = (
     ),
     Family(
         model_types=("granitemoe",),
+        mlp_module="",
         read=read_granitemoe,
         has_router_loss=True,
         scales_logits=True,

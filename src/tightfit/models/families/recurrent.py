@@ -629,6 +629,7 @@ _QWEN3_5 = Family(
     has_liger=True,
 )
 _HYBRID = Family(
+    mlp_module="",
     model_types=("granitemoehybrid",),
     read=read_granite_hybrid,
     takes_positions=False,
@@ -636,6 +637,7 @@ _HYBRID = Family(
     lora_excludes=("out_proj",),
 )
 _MAMBA = Family(
+    mlp_module="",
     model_types=("mamba", "falcon_mamba"),
     read=read_mamba,
     has_sdpa=False,
@@ -670,13 +672,14 @@ RECURRENT_FAMILIES = (
     replace(_HYBRID, model_types=("nemotron_h",), read=read_nemotron_h, scales_logits=False),
     Family(
         model_types=("jamba",),
+        mlp_module="",
         read=read_jamba,
         has_router_loss=True,
         takes_positions=False,
         lora_excludes=("dt_proj",),
     ),
-    Family(model_types=("lfm2",), read=read_lfm2, takes_positions=False),
-    Family(model_types=("lfm2_moe",), read=read_lfm2_moe, takes_positions=False),
+    Family(model_types=("lfm2",), read=read_lfm2, mlp_module="", takes_positions=False),
+    Family(model_types=("lfm2_moe",), read=read_lfm2_moe, mlp_module="", takes_positions=False),
     _MAMBA,
     replace(_MAMBA, model_types=("mamba2",), read=read_mamba2, lora_excludes=("out_proj",)),
 )

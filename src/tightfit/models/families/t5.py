@@ -63,6 +63,7 @@ def _mlp(stem: DecoderShape, *, gated: bool) -> tuple[Linear, ...]:
 T5_FAMILIES = (
     Family(
         model_types=("t5", "mt5"),
+        mlp_module="",
         read=read_t5,
         has_flash=False,
         has_position_bias=True,

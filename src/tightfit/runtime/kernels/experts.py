@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+
+from tightfit.runtime.kernels.gating import CLAMP_LIMIT, CLAMP_SLOPE, Gating
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -28,19 +29,6 @@ EXPERT_MATRICES = ("gate_up_proj", "down_proj")
 """Parameters of all experts of a layer, as transformers names them."""
 ADAPTED = "adapters_of_experts"
 """Attribute of a module whose experts have adapters: peft's wrappers, by parameter."""
-
-
-class Gating(IntEnum):
-    """What lies between the two products: the gated activation."""
-
-    SILU = 0
-    GELU_TANH = 1
-    CLAMPED = 2
-    """gpt-oss: gate and up alternate, both are clamped, and the gate is a fast GELU."""
-
-
-CLAMP_LIMIT, CLAMP_SLOPE = 7.0, 1.702
-"""Source: transformers `GptOssExperts`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,17 +3,12 @@ token's rows."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from tightfit.runtime.kernels.experts import CLAMP_LIMIT, CLAMP_SLOPE
-
-if TYPE_CHECKING:
-    from tightfit.runtime.kernels.experts import Gating
+from tightfit.runtime.kernels.gating import CLAMP_LIMIT, CLAMP_SLOPE, Gating
 
 _BLOCK = 1024
 """Columns that a program works on at a time."""

@@ -36,6 +36,7 @@ from tightfit.runtime.load import (
 from tightfit.runtime.packed_experts import find_packed
 from tightfit.trace.recorder import Recorder
 from tightfit.trace.recording import COMMUNICATION, GRADIENTS, LOAD_RESERVE, OPTIMIZER, TEMPORARY
+from tightfit.training import recompute
 from tightfit.training.distributed import DistContext
 from tightfit.training.engine import TorchEngine
 from tightfit.training.model import Objective, build_optimizer, prepare_model
@@ -302,7 +303,24 @@ def build_meta_module(
     """The plan's Objective on the meta device."""
     model = load_meta(folder, strategy, has_varlen=has_varlen)
     quantize_meta_fake(model, strategy)
-    return build_objective(prepare_model(model, strategy, training), strategy, training)
+    with patch.object(recompute, "HostCopies", NoCopies):
+        prepared = prepare_model(model, strategy, training)
+    return build_objective(prepared, strategy, training)
+
+
+class NoCopies(recompute.HostCopies):
+    """What is copied to the host takes no memory of the GPU; what comes back does."""
+
+    def write(self, index: int, hidden: Tensor) -> None:
+        self._shapes[index] = hidden.shape, hidden.dtype, hidden.device
+
+    def read(self, index: int) -> Tensor:
+        shape, dtype, device = self._shapes[index]
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(num_tokens)
+        self._shapes: dict[int, tuple[torch.Size, torch.dtype, torch.device]] = {}
 
 
 class MicroBatchesDifferError(Exception):
@@ -470,9 +488,13 @@ _COLLECTIVE_METHODS = ("unshard", "wait_for_unshard", "post_backward")
 """Methods of FSDP2's parameter groups that allocate for collectives."""
 
 
+_LIKE_DDP = {"sharding": Sharding.DDP}
+
+
 @contextmanager
 def fake_process_group(strategy: Strategy) -> Iterator[DistContext]:
-    """Rank 0 of the strategy's world; for FSDP2 a process group whose collectives do nothing.
+    """Rank 0 of the strategy's world; for FSDP2, and for ranks that share rows, a process group
+    whose collectives do nothing.
 
     It is destroyed at the end, and DTensor's caches, which refer to its meshes, are cleared.
     """
@@ -486,10 +508,10 @@ def fake_process_group(strategy: Strategy) -> Iterator[DistContext]:
     if strategy.sharding is Sharding.ZERO3:
         from tightfit.training.tracing.zero import deepspeed_linear
 
-        with deepspeed_linear():
+        with deepspeed_linear(), fake_process_group(strategy.model_copy(update=_LIKE_DDP)):
             yield context
         return
-    if not strategy.sharding.is_fsdp:
+    if not strategy.sharding.is_fsdp and strategy.context_parallel == 1:
         yield context
         return
     from torch.distributed.tensor import DTensor, debug

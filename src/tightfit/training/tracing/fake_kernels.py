@@ -17,7 +17,7 @@ from tightfit.core.errors import SetupError
 from tightfit.core.strategy import Strategy
 from tightfit.estimation.weights import packs_experts
 from tightfit.planning.plan import BITSANDBYTES
-from tightfit.runtime import flex_attention
+from tightfit.runtime import flex_attention, window_attention
 from tightfit.runtime.kernels import experts, fp8
 from tightfit.runtime.libraries import silence_libraries
 from tightfit.runtime.load import (
@@ -36,6 +36,7 @@ from tightfit.runtime.packed_experts import (
     quantize,
     to_rows,
 )
+from tightfit.trace.compiled_layers import CompiledLayers, import_compiler
 from tightfit.trace.kernel_stubs import (
     liger_without_kernels,
     redirect_autocast,
@@ -333,6 +334,7 @@ def fake_flex_attention() -> Iterator[None]:
 
     with (
         patch.object(flex_attention, "_compiled", lambda: (attend, _FakeScale.apply)),
+        patch.object(flex_attention, "_attend", attend),
         patch.object(flex_attention, "_make_mask", make_mask),
     ):
         yield
@@ -347,6 +349,8 @@ def without_kernels(
 ) -> Iterator[None]:
     """Wraps a trace of `strategy` on fake tensors of `device`."""
     silence_libraries()  # before the imports that print
+    if strategy.compile:
+        import_compiler()
     with ExitStack() as stack:
         stack.enter_context(redirect_autocast(device.type))
         if BITSANDBYTES.is_wanted(strategy):
@@ -358,6 +362,12 @@ def without_kernels(
         stack.enter_context(triton_without_kernels())
         stack.enter_context(patch.object(experts, "_runs_kernels", lambda _: True))
         stack.enter_context(fake_flex_attention())
+        is_fast = capability is not None and window_attention.has_fast_causal_kernel(capability)
+        stack.enter_context(
+            patch.object(window_attention, "_has_fast_causal_kernel", lambda _: is_fast)
+        )
+        if strategy.compile:
+            stack.enter_context(patch.object(torch, "compile", CompiledLayers().compile))
         if strategy.has_fp8:
             stack.enter_context(
                 patch.object(fp8, "_runs_kernels", lambda _: not torch.compiler.is_compiling())

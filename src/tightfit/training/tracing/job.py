@@ -55,8 +55,6 @@ def find_trace_obstacle(strategy: Strategy) -> str:
     num_tokens = strategy.tokens_per_micro_batch
     if not strategy.is_trained:
         return "nothing is trained"
-    if strategy.compile:
-        return "compiled layers allocate what the compiler decides"
     if strategy.offload is not Offload.NONE:
         return "fake tensors cannot tell the card from the host it offloads to"
     if strategy.weights.is_quantized and strategy.sharding.shards_weights:

@@ -61,12 +61,15 @@ def answer_all(jobs: Sequence[TraceJob], *, num_cores: int) -> Iterator[TraceRes
 
 def _answer(job: TraceJob) -> TraceResponse:
     # Imported here: torch takes seconds, and a failing import must become a response.
+    from tightfit.trace.compiled_layers import CannotCompile
     from tightfit.training.tracing.trace import CannotTraceError, trace
 
     try:
         return trace(job)
     except CannotTraceError as error:
         return TraceResponse(problem=str(error))
+    except CannotCompile:
+        return TraceResponse(problem="its compiled layers are not one graph each")
     except UserError as error:
         return TraceResponse(problem=error.problem.rstrip("."), remedy=error.remedy)
     except Exception as error:  # a library's error must not end a plan: the closed form remains
