@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from tightfit.training.loop import learning_rate_at
 from tightfit.training.model import find_routing
 from tightfit.training.preference import find_preference
 from tightfit.training.step import ReducedMetrics, all_reduce_metrics, mix_seed, train_step
+from tiny_configs import tiny_config
 
 VOCABULARY = 128
 NUM_STEPS = 20
@@ -78,6 +79,19 @@ def make_mixture(folder: Path) -> Path:
     )
     torch.manual_seed(7)
     auto.from_config(made, dtype=torch.float32).save_pretrained(folder)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    return folder
+
+
+def make_family(folder: Path, model_type: str) -> Path:
+    """A tiny model of any family, without dropout."""
+    import transformers
+
+    auto: Any = transformers.AutoModelForCausalLM
+    config = transformers.AutoConfig.for_model(**tiny_config(model_type))
+    config.vocab_size = VOCABULARY
+    torch.manual_seed(7)
+    auto.from_config(config, dtype=torch.float32).save_pretrained(folder)
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
     return folder
 
@@ -136,7 +150,7 @@ def make_plan(model: Path, **changes: Any) -> Plan:
         "weights": Dtype.FP32,
         "compute": Dtype.FP32,
         "adapter_dtype": Dtype.FP32,
-        "lora_rank": 4,
+        "lora_rank": 6,  # which four processes cannot share evenly
         "lora_targets": ("q_proj", "down_proj"),
         "micro_batch": 2,
         "seq_len": 32,
@@ -186,6 +200,8 @@ class Trainer:
     context: DistContext
 
     def __post_init__(self) -> None:
+        shared = self.plan.strategy.context_parallel
+        self.context = replace(self.context, context_parallel=shared)
         self.engine = build_engine(self.plan, self.context)
         self.routing = find_routing(self.engine.module)
         self.metrics: list[ReducedMetrics] = []
@@ -196,13 +212,13 @@ class Trainer:
             self.store,
             effective_batch=self.plan.effective_batch,
             seq_len=32,
-            is_packed=False,
+            is_packed=self.plan.strategy.packing,
             seed=self.training.seed,
             shuffle=True,
         )
         self.maker = BatchMaker(
             self.store,
-            choose_collate(self.store.description, is_packed=False),
+            choose_collate(self.store.description, is_packed=self.plan.strategy.packing),
             seed=self.training.seed,
             needs_kl=self.plan.strategy.objective.record.needs_kl,
         )
@@ -214,8 +230,8 @@ class Trainer:
     def batches(self, step: int) -> tuple[list[dict[str, torch.Tensor]], int]:
         dealt = self.sampler.deal(
             step,
-            rank=self.context.rank,
-            world_size=self.context.world_size,
+            rank=self.context.batch_rank,
+            world_size=self.context.num_batch_ranks,
             micro_batch=self.plan.strategy.micro_batch,
         )
         made = []

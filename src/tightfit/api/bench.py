@@ -298,7 +298,10 @@ def _expand_saved_plan(options: BenchOptions) -> BenchOptions:
 
 def repeat_bench(options: BenchOptions) -> str:
     """The command again as far as it names the job, to be continued with a plan's words."""
-    names = ("data", "on", "objective", "seq_len", "effective_batch", "template", "memory_limit")
+    names = (
+        *("data", "tools", "on", "objective", "seq_len", "effective_batch", "template"),
+        "memory_limit",
+    )
     given = list_given(options, (*names, "random_weights", "synthetic"))
     given["--set"] = [
         f"{name}={show_value(value)}"

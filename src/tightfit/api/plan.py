@@ -1,4 +1,5 @@
-"""`plan`: the best ways to run a job on given hardware; `buy`: the hardware to rent for it."""
+"""`plan`: the best ways to run a job on given hardware; `longest`: the longest row that fits there;
+`buy`: the hardware to rent for it."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from tightfit.api.call import accepts_keywords
 from tightfit.api.options.training import JobOptions, PlanOptions
-from tightfit.api.training.hardware import find_cluster, state_network
+from tightfit.api.training.hardware import find_cluster, limit_cluster, state_network
 from tightfit.api.training.recipe import (
     read_plan_job,
     read_saved_plans,
@@ -20,11 +21,12 @@ from tightfit.api.training.recipe import (
 from tightfit.api.training.settings import name_setting, refuse_trace, repeat_plan
 from tightfit.core.errors import DoesNotFitError, UsageError
 from tightfit.core.options import repeat_options
-from tightfit.core.recipe import Recipe
+from tightfit.core.recipe import Recipe, make_training
 from tightfit.estimation.result import Verdict
 from tightfit.hardware.types import Cluster
 from tightfit.planning.buying import Offer, buying_guide
 from tightfit.planning.filter import KnownOutcome
+from tightfit.planning.longest import LongestRow, describe_length_notes, find_longest_rows
 from tightfit.planning.plan import Exclusion, Plan, RequiredPackage, list_missing_packages
 from tightfit.planning.request import JobRequest
 from tightfit.planning.search import SearchResult, find_conflicting_settings, search
@@ -168,16 +170,11 @@ def plan(options: PlanOptions) -> PlanResult:
         return PlanResult(search=saved, cluster=None)
     refuse_trace(options.trainer, is_traced=options.trace)
     recipe, request = read_plan_job(options)
-    cluster = find_cluster(recipe.on)
-    if cluster is None:
-        raise UsageError(
-            "No GPU is here, and --on was not given.",
-            remedy=f"{repeat_plan(options)} --on 4xV100-32GB    (--on cpu for this machine; --buy "
-            "for what to rent)",
-        )
-    cluster = state_network(cluster, options.network)
+    cluster = _find_cluster(options, recipe)
     result = search_plans(request, recipe, cluster, options, num_plans=options.top)
     result = warn_of_missing_packages(result)
+    if options.trainer:  # its configuration says how it learns
+        result = replace(result, plans=tuple(_with_training(one, recipe) for one in result.plans))
     if not options.trace:
         return PlanResult(search=_offer_trace(result, options), cluster=cluster)
     # Loaded only where a trace was asked for: `plan` answers in about a second without it.
@@ -186,6 +183,57 @@ def plan(options: PlanOptions) -> PlanResult:
     # All that are shown: traced and untraced figures do not make one ranking.
     traced = trace_search(result, asked=True, num_traced=options.top, progress=options.progress)
     return PlanResult(search=traced.result, cluster=cluster, traces=tuple(traced.traces))
+
+
+def _with_training(plan: Plan, recipe: Recipe) -> Plan:
+    chosen = plan.strategy
+    training = make_training(
+        recipe, method=chosen.method, model_path=recipe.model, optimizer=chosen.optimizer
+    )
+    return plan.model_copy(update={"training": training})
+
+
+def _find_cluster(options: PlanOptions, recipe: Recipe) -> Cluster:
+    cluster = find_cluster(recipe.on)
+    if cluster is None:
+        raise UsageError(
+            "No GPU is here, and --on was not given.",
+            remedy=f"{repeat_plan(options)} --on 4xV100-32GB    (--on cpu for this machine; --buy "
+            "for what to rent)",
+        )
+    return limit_cluster(state_network(cluster, options.network), options)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LongestResult:
+    """The longest row under each set of levers, each with all those before it."""
+
+    rows: tuple[LongestRow, ...]
+    request: JobRequest
+    cluster: Cluster
+    notes: tuple[str, ...]
+
+    @property
+    def longest(self) -> LongestRow:
+        return max(self.rows, key=lambda row: row.seq_len)
+
+
+@accepts_keywords(PlanOptions)
+def longest(options: PlanOptions) -> LongestResult:
+    """How long a row fits on the hardware, and how fast it is. Raises NoPlanError."""
+    saved = read_saved_plans(options.job)
+    if saved is not None:
+        raise UsageError(
+            f"{options.job} is a saved plan, whose rows have a length.",
+            remedy=_suggest_new_plan(saved.plans[0]),
+        )
+    recipe, request = read_plan_job(options)
+    cluster = _find_cluster(options, recipe)
+    rows = find_longest_rows(request, cluster)
+    if not any(row.seq_len for row in rows):  # says why
+        search_plans(request, recipe, cluster, options, num_plans=1)
+    notes = (*cluster.warnings, *describe_length_notes(request, rows))
+    return LongestResult(rows=rows, request=request, cluster=cluster, notes=notes)
 
 
 def _offer_trace(result: SearchResult, options: PlanOptions) -> SearchResult:

@@ -281,7 +281,10 @@ def _draft_remote(
     if data is None:
         raise UsageError("No data to train on was named.", remedy="--data /data/train.jsonl")
     notes = backend.check_files({"The data": data})
-    learning = ("eval", "epochs", "max_steps", "lr", "template", "seed", "log_to", "fresh")
+    learning = (
+        *("tools", "eval", "epochs", "max_steps", "lr", "beta", "template", "seed", "log_to"),
+        "fresh",
+    )
     given = {"--data": data, "--output": folder, **list_given(options, learning)}
     spec = JobSpec(
         plan=plan,

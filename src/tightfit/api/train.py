@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shlex
+import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -34,6 +35,7 @@ from tightfit.clusters.local.launcher import run_job
 from tightfit.clusters.protocol import RunObserver, SilentObserver
 from tightfit.clusters.requirements import check_space, estimate_run_bytes
 from tightfit.core.errors import EXIT_BUG, UserError
+from tightfit.core.files import remove_abandoned
 from tightfit.core.progress import Progress
 from tightfit.core.reading import read_bytes
 from tightfit.planning.describe import name_method
@@ -94,13 +96,13 @@ def open_run(options: TrainOptions) -> OpenRun | TrainResult:
     if options.as_planned:
         run, plan = open_planned(options)
         if is_finished(run):
-            return _read_finished(run)
+            return _read_finished(run, options)
     else:
         wanted, saved = read_training_job(options)
         with one_node_at_a_time(wanted, options):
             location = find_run_location(wanted, options)
             if location.stage is RunStage.FINISHED and not options.dry_run:
-                return _read_finished(location.run)
+                return _read_finished(location.run, options)
             run, plan = _prepare(wanted, saved, location, options)
     return OpenRun(
         run=run,
@@ -121,9 +123,7 @@ def start_run(opened: OpenRun, options: TrainOptions, observer: RunObserver) -> 
             rendezvous=read_rendezvous(options),
             lock_wait_seconds=LOCK_WAIT_SECONDS if options.as_planned else 0.0,
         )
-        report, notes = _write_reports(run)
-        if options.node_rank in (None, "0"):  # of several nodes, the first stores the outcome
-            notes += _store_outcome(run, state, report, num_kept, is_limited=limit is not None)
+        report, notes = _conclude(run, state, options, num_kept, is_limited=limit is not None)
     code = state.exit_code if state.exit_code is not None else EXIT_BUG
     error = None
     if state.status is RunStatus.FAILED:
@@ -150,14 +150,18 @@ def read_num_steps(run: RunFolder) -> int:
         return 0
 
 
-def _read_finished(run: RunFolder) -> TrainResult:
+def _read_finished(run: RunFolder, options: TrainOptions) -> TrainResult:
     from tightfit.runs.report import read_report
 
+    notes = ["finished before; nothing was done"]
+    if not run.html_path.exists() and not options.dry_run:
+        # Whoever had started it was killed between its last step and its report.
+        remove_abandoned(Path(tempfile.gettempdir()))
+        is_limited = read_limit(options, os.environ) is not None
+        kept = len(list_kept_plans(run))
+        notes += _conclude(run, run.read_state(), options, kept, is_limited=is_limited)[1]
     return TrainResult(
-        run=run,
-        artefact=find_artefact(run),
-        report=read_report(run),
-        notes=("finished before; nothing was done",),
+        run=run, artefact=find_artefact(run), report=read_report(run), notes=tuple(notes)
     )
 
 
@@ -200,17 +204,22 @@ def _has_moved(wanted: RunRecipe, options: TrainOptions, begun: Plan) -> bool:
     )
 
 
-def _write_reports(run: RunFolder) -> tuple[RunReport, list[str]]:
-    """The page is a convenience: a run is not lost where it cannot be drawn."""
+def _conclude(
+    run: RunFolder, state: RunState, options: TrainOptions, num_before: int, *, is_limited: bool
+) -> tuple[RunReport, list[str]]:
+    """Store the outcome, then write the report: by the page one can tell that both are there."""
     from tightfit.runs.report import make_report, write_report
     from tightfit.runs.report_html import write_html
 
-    try:
-        report = write_report(run)
+    report, notes = make_report(run), []
+    if options.node_rank in (None, "0"):  # of several nodes, the first stores the outcome
+        notes += _store_outcome(run, state, report, num_before, is_limited=is_limited)
+    try:  # the page is a convenience: a run is not lost where it cannot be drawn
+        write_report(run, report)
         write_html(run)
     except UserError as error:
-        return make_report(run), [f"No report was written: {error.problem}"]
-    return report, []
+        notes.append(f"No report was written: {error.problem}")
+    return report, notes
 
 
 def _store_outcome(
@@ -227,7 +236,10 @@ def _store_outcome(
         for failed in list_kept_plans(run)[num_before:]:
             notes.append(record_outcome(make_outcome(failed, RunStatus.OUT_OF_MEMORY)))
     if state.status is RunStatus.FINISHED:
-        notes.append(record_outcome(make_outcome(run.read_plan(), state.status, report)))
+        found = make_outcome(run.read_plan(), state.status, report)
+        # Dated by the run, so that the very same row is made again where this was cut short.
+        found = found.model_copy(update={"date": state.updated_at})
+        notes.append(record_outcome(found, once=True))
     return list(dict.fromkeys(sentence for sentence in notes if sentence is not None))
 
 

@@ -47,6 +47,7 @@ from tightfit.planning.describe import (
     describe_trainer,
     shorten_gpu,
 )
+from tightfit.planning.longest import LongestRow
 from tightfit.planning.plan import Exclusion, Plan
 from tightfit.planning.ranking import explain_order
 from tightfit.planning.request import JobRequest
@@ -72,6 +73,9 @@ def plan(options: PlanOptions, output: PlanOutput) -> None:
         check_writable(output.save)
     if output.buy:
         _buy(options, output)
+        return
+    if output.longest:
+        _find_longest(options, output)
         return
     try:
         with progress_bar() as progress:
@@ -166,6 +170,8 @@ def _buy(options: PlanOptions, output: PlanOutput) -> None:
         ("--on", options.on is not None, "tries every card with a price"),
         ("--network", options.network is not None, "rents single nodes"),
         ("--explain", options.explain, "lists offers and keeps no reasons"),
+        ("--memory-limit", options.memory_limit is not None, "rents whole cards"),
+        ("--longest", output.longest, "looks for the cheapest card"),
     ):
         if is_given:
             raise UsageError(
@@ -197,6 +203,76 @@ def _buy(options: PlanOptions, output: PlanOutput) -> None:
         )
     if output.as_json:
         show_json({"offers": [_describe_offer(offer) for offer in offers]})
+
+
+def _find_longest(options: PlanOptions, output: PlanOutput) -> None:
+    """Print the longest row by lever."""
+    again = repeat_plan(replace(options, seq_len=None, data=None))
+    for option, is_given in (
+        ("--seq-len", options.seq_len is not None),
+        ("--data", options.data is not None),
+        ("--save", output.save is not None),
+        ("--chart", output.chart is not None),
+        ("--trace", options.trace),
+        ("--explain", options.explain),
+    ):
+        if is_given:
+            raise UsageError(
+                f"--longest looks for the length of a row; {option} would be ignored.",
+                remedy=f"{again} --longest    (without {option})",
+            )
+    found = api.longest(options)
+    if output.as_json:
+        show_json({"longest": [_describe_longest(row) for row in found.rows], "notes": found.notes})
+    else:
+        show(render_longest(found))
+
+
+def _describe_longest(row: LongestRow) -> dict[str, Any]:
+    return {
+        "levers": row.levers,
+        "seq_len": row.seq_len,
+        "seconds_per_row": row.seconds_per_row,
+        "group": row.group,
+        "strategy": None if row.strategy is None else row.strategy.model_dump(mode="json"),
+        "gpu_bytes": None if row.summary is None else row.summary.gpu.peak_reserved_bytes,
+        "host_bytes": None if row.summary is None else row.summary.host.peak_bytes,
+        "tokens_per_second": None if row.summary is None else row.summary.time.tokens_per_second,
+    }
+
+
+def render_longest(found: api.LongestResult) -> Iterator[RenderableType]:
+    spec = found.request.spec
+    cards = ", ".join(f"{one.name} ({one.node.gpu.name})" for one in found.cluster.groups)
+    yield heading(
+        f"The longest row of {spec.name} ({render_count(spec.num_params)} parameters) on {cards}"
+    )
+    yield ""
+    columns = ("~levers", ">longest row", ">GiB/GPU", ">host GiB", ">tokens/s", ">a row", "~how")
+    rows: list[tuple[Cell, ...]] = []
+    for row in found.rows:
+        if row.summary is None or row.strategy is None or row.seconds_per_row is None:
+            rows.append((row.levers, "none", "", "", "", "", ""))
+            continue
+        gpu, strategy = row.summary.gpu, row.strategy
+        how = (describe_method(strategy), describe_precision(strategy), describe_sharding(strategy))
+        rows.append(
+            (
+                row.levers if row is found.rows[0] else f"+ {row.levers}",
+                f"{row.seq_len:,}",
+                f"{gpu.peak_reserved_bytes / GIB:.1f}/{gpu.capacity_bytes / GIB:.1f}",
+                f"{row.summary.host.peak_bytes / GIB:.0f}",
+                f"{row.summary.time.tokens_per_second:,.0f}",
+                render_seconds(row.seconds_per_row),
+                ", ".join(how),
+            )
+        )
+    yield make_table(columns, rows, is_spaced=True)
+    longest = found.longest
+    notes = list(found.notes)
+    if longest.strategy is not None and longest.seq_len:
+        notes.append(f"--seq-len {longest.seq_len} plans the longest")
+    yield from render_notes("Notes", notes)
 
 
 def _describe_offer(offer: Offer) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from tightfit.core.errors import UsageError
-from tightfit.core.text import shorten
+from tightfit.core.text import LONGEST_VALUE, printable, shorten
 
 Parse = Callable[[str, "Option"], Any]
 """From what was typed to the field's value. Raises UsageError."""
@@ -61,6 +61,12 @@ class Option:
             raise UsageError(
                 f"`{self.name}` was given a NUL byte, which is in no name and no text.",
                 remedy=f"leave it out of {self.name}",
+            )
+        if not typed.isprintable() and any("\ud800" <= char <= "\udfff" for char in typed):
+            # What Python makes of bytes of the command line that are not in its encoding.
+            raise UsageError(
+                f"`{self.name} {printable(typed, most=LONGEST_VALUE)}` is not valid UTF-8.",
+                remedy=f"type it again for {self.name}; rename a file whose name is not UTF-8",
             )
         if self.example and not typed.strip():
             # Mostly a shell variable that nobody set.

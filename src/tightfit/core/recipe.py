@@ -291,9 +291,7 @@ def _with_paths_from(recipe: Recipe, folder: Path) -> Recipe:
     return recipe.model_copy(
         update={
             "model": resolved(recipe.model) if is_path else recipe.model,
-            "data": tuple(
-                item.model_copy(update={"path": resolved(item.path)}) for item in recipe.data
-            ),
+            "data": tuple(item.with_paths(resolved) for item in recipe.data),
             "output": None if recipe.output is None else resolved(recipe.output),
             **{
                 key: None if names is None else read_token_files(names, folder)

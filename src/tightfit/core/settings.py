@@ -29,10 +29,13 @@ MAX_SEQ_LEN = 16_777_216
 MAX_WORLD_SIZE = 65_536
 MAX_LORA_RANK = 65_536
 MAX_LOSS_CHUNK_FACTOR = 1024
+MAX_MLP_TILES = 1024
 MAX_COUNT = 10**9
 ALL_LINEAR = "all-linear"
 EXPERTS = "experts"
 """Beside `all-linear`: a mixture's router and experts, which are bare parameters, too."""
+EMBEDDINGS = "embeddings"
+"""Beside other targets: embeddings and head too."""
 UNQUANTIZED = ("fp32", "fp16", "bf16")
 
 Name = Annotated[str, MinLen(1), MaxLen(4096)]
@@ -229,14 +232,14 @@ class StrategySettings(_Declared):
         tuple[Name, ...],
         MinLen(1),
         _of_job(
-            "Names of the modules that get adapters; all-linear,experts: a mixture's experts too. "
-            "[default: all-linear]",
+            "Names of the modules that get adapters; all-linear,experts: a mixture's experts too; "
+            "all-linear,embeddings: embeddings and head too. [default: all-linear]",
             recipe_key="lora.targets",
             metavar=f"A,B|{ALL_LINEAR}",
             example=ALL_LINEAR,
         ),
     ] = (ALL_LINEAR,)
-    """Suffixes of module names, or the single word `all-linear`."""
+    """Suffixes of module names, or `all-linear`; then `experts`, `embeddings`."""
     lora_dropout: Annotated[
         float,
         Ge(0),
@@ -315,6 +318,21 @@ class StrategySettings(_Declared):
         Setting("How many layers are recomputed. [default: all]"),
     ] = None
     """Counted from the first; the others keep theirs. None: all, with checkpointing."""
+    offloaded_inputs: Annotated[
+        int,
+        Ge(0),
+        Le(MAX_LORA_RANK),
+        Setting("Recomputed layers whose inputs go to host memory. [default: 0]"),
+    ] = 0
+    """Page-locked, and copied beside the computation. Counted from the first; never the last
+    recomputed layer's, which the backward pass begins with."""
+    mlp_tiles: Annotated[
+        int,
+        Gt(0),
+        Le(MAX_MLP_TILES),
+        Setting("Tiles of tokens that the MLPs of recomputed layers run in. [default: 1]"),
+    ] = 1
+    """One after another, in both passes: only a tile of the MLP's wide tensors exists at a time."""
     attention: Annotated[Attention, Setting("Kernel. [default: sdpa]")] = Attention.SDPA
     repeat_keys: Annotated[bool, Setting("Repeat grouped keys before SDPA. [default: by card]")] = (
         False
@@ -366,6 +384,13 @@ class StrategySettings(_Declared):
     sharding: Annotated[
         Sharding, Setting("How state is spread. [default: single on one GPU, else fsdp]")
     ] = Sharding.SINGLE
+    context_parallel: Annotated[
+        int,
+        Gt(0),
+        Le(MAX_WORLD_SIZE),
+        Setting("GPUs that share each row. [default: 1]", example="4"),
+    ] = 1
+    """Each computes a slice of its tokens; attention exchanges heads for tokens."""
     offload: Annotated[Offload, Setting("To host RAM. [default: none]")] = Offload.NONE
     num_nodes: Annotated[
         int,

@@ -6,6 +6,7 @@ The settings are declared in `core/settings.py`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -16,6 +17,7 @@ from tightfit.core.new_tokens import NewTokens
 from tightfit.core.objectives import Objective
 from tightfit.core.optimizers import Optimizer
 from tightfit.core.settings import (
+    EMBEDDINGS,
     RENAMED_SETTINGS,
     Loss,
     Method,
@@ -141,13 +143,24 @@ class Strategy(StrategySettings, Frozen):
         return self.objective is Objective.SFT and self.loss in (Loss.KERNEL, Loss.FUSED)
 
     @property
+    def num_batches(self) -> int:
+        """Micro-batches that are computed at once: of each rank, or of ranks that share rows."""
+        return max(1, self.world_size // self.context_parallel)
+
+    @property
+    def examples_per_step(self) -> int:
+        """Sequences, or pairs, of one optimizer step over all ranks."""
+        return self.micro_batch * self.grad_accum * self.num_batches
+
+    @property
     def tokens_per_micro_batch(self) -> int:
-        return self.sequences_per_micro_batch * self.seq_len
+        """Of one GPU: its slice, where rows are shared."""
+        return self.sequences_per_micro_batch * -(-self.seq_len // self.context_parallel)
 
     @property
     def tokens_per_step(self) -> int:
         """Token slots of one optimizer step over all ranks, padding included."""
-        return self.tokens_per_micro_batch * self.grad_accum * self.world_size
+        return self.examples_per_step * self.objective.record.num_sequences * self.seq_len
 
     @property
     def casts_weights(self) -> bool:
@@ -190,11 +203,27 @@ class Strategy(StrategySettings, Frozen):
     def trains_head(self) -> bool:
         """Whether a gradient of the head's whole matrix is computed."""
         is_full = self.method is Method.FULL
-        return is_full or self.train_embeddings or self.num_new_rows > 0
+        return is_full or self.train_embeddings or self.copies_head
+
+    @property
+    def adapts_embeddings(self) -> bool:
+        """Whether embeddings and head have adapters."""
+        return self.method is Method.LORA and EMBEDDINGS in self.lora_targets
+
+    @property
+    def copies_head(self) -> bool:
+        """Whether each step makes the head's matrix anew: with the rows of new tokens, or, for a
+        loss that multiplies with it by itself, with its adapter."""
+        return self.num_new_rows > 0 or (self.adapts_embeddings and self.loss is Loss.FUSED)
 
     @property
     def is_trained(self) -> bool:
         return self.method is not Method.LOAD
+
+    def count_offloaded_inputs(self, num_layers: int) -> int:
+        """Layers of a model of `num_layers` whose inputs are in host memory until they are
+        recomputed."""
+        return max(0, min(self.offloaded_inputs, self.count_recomputed(num_layers) - 1))
 
     def count_recomputed(self, num_layers: int) -> int:
         """Layers of a model of `num_layers` whose activations are computed again."""
@@ -237,6 +266,13 @@ class DataSource(FiniteFrozen):
     """A part of the rows, as people write it: `10`, `1%`, `[:10%]`, `train[10:20]`."""
     text_rows: Literal["file", "line"] = "file"
     """What is a row in files of plain text and Markdown: a whole file is one document."""
+    tools: Name | None = None
+    """A JSON file of the tools that every row may call which lists none itself."""
+
+    def with_paths(self, change: Callable[[str], str]) -> DataSource:
+        """With what `change` makes of each of its paths."""
+        tools = None if self.tools is None else change(self.tools)
+        return self.model_copy(update={"path": change(self.path), "tools": tools})
 
 
 class Training(TrainingSettings, FiniteFrozen):

@@ -7,6 +7,7 @@ its origin, and `benchmarks/results/h200_steps.json` holds the measurements behi
 
 from __future__ import annotations
 
+from math import lcm
 from typing import Literal, NamedTuple
 
 from tightfit.core.attention import Attention
@@ -94,6 +95,8 @@ class LayerBytes(NamedTuple):
     """On top of `saved` at the peak of this layer's own backward pass."""
     adapted_weights: int
     """Total bytes, whatever the tokens: sums of weights and adapters that the graph keeps."""
+    offloaded: int = 0
+    """The part of `checkpoint` that goes to host memory."""
 
 
 def estimate_layer_bytes(
@@ -109,7 +112,9 @@ def estimate_layer_bytes(
     norms = _norm_bytes(spec, block, strategy, numerics)
     attention = _attention_bytes(spec, block, strategy, numerics)
     attention += _mixer_bytes(block, strategy, numerics)
-    mlp = _mlp_bytes(spec, block, strategy, numerics)
+    mlp = wide = _mlp_bytes(spec, block, strategy, numerics)
+    if strategy.mlp_tiles > 1:  # its input alone is kept
+        mlp = numerics.value * spec.hidden_size
     inputs = _context_bytes(spec, block, strategy, numerics)
     held = _held_input_bytes(block, strategy, numerics, is_recomputed=False)
     saved = norms + attention + mlp + held + _outlier_bytes(block, strategy)
@@ -117,6 +122,9 @@ def estimate_layer_bytes(
     router_loss = _router_loss_bytes(block, strategy, numerics)
     saved += router_loss
     mlp_peak = saved + _mlp_working(spec, block, numerics)
+    if strategy.mlp_tiles > 1:
+        tile = wide + _mlp_working(spec, block, numerics)
+        mlp_peak = saved + tile // strategy.mlp_tiles + 2 * numerics.residual * spec.hidden_size
     attention_peak = saved - mlp + _attention_working(spec, block, strategy, numerics)
     return LayerBytes(
         saved=saved,
@@ -125,8 +133,17 @@ def estimate_layer_bytes(
         + _held_input_bytes(block, strategy, numerics, is_recomputed=True)
         + router_loss,
         working=max(mlp_peak, attention_peak) - saved,
-        adapted_weights=_adapted_weight_bytes(block, strategy),
+        adapted_weights=_adapted_weight_bytes(block, strategy) + _tile_sum_bytes(block, strategy),
+        # On a CPU the copy is as large as what it replaces.
+        offloaded=0 if is_cpu else offloaded_input_bytes(spec, strategy),
     )
+
+
+def offloaded_input_bytes(spec: ModelSpec, strategy: Strategy) -> int:
+    """A recomputed layer's input per token, where it goes to host memory."""
+    if not (strategy.checkpointing and strategy.offloaded_inputs):
+        return 0
+    return find_value_widths(spec, strategy).residual * spec.hidden_size
 
 
 def _router_loss_bytes(block: Block, strategy: Strategy, numerics: ValueWidths) -> int:
@@ -176,6 +193,14 @@ def _adapted_weight_bytes(block: Block, strategy: Strategy) -> int:
         else:
             total += part.copies * part.in_features * part.out_features
     return strategy.compute.value_bytes * total
+
+
+def _tile_sum_bytes(block: Block, strategy: Strategy) -> int:
+    """Gradients of a tiled MLP's trained weights, added up over its tiles in fp32."""
+    if strategy.mlp_tiles == 1 or strategy.method is not Method.FULL:
+        return 0
+    parts = (part for part in block.linears if part.role in (Role.MLP, Role.EXPERT))
+    return 4 * sum(part.num_params for part in parts)
 
 
 def _dora_bytes(block: Block, strategy: Strategy, numerics: ValueWidths) -> int:
@@ -423,13 +448,16 @@ def _score_bytes(spec: ModelSpec, block: Block, strategy: Strategy, numerics: Va
     """Queries, keys, values and, when eager, the S x S probabilities."""
     head_dim = block.head_dim or spec.head_dim
     query = spec.num_heads * head_dim
-    repeated = _repeated_fraction(spec, strategy) * (spec.num_heads - spec.num_kv_heads)
-    key = round((spec.num_kv_heads + repeated) * head_dim)
+    # GPUs that share rows repeat grouped keys until each has equally many.
+    kv_heads = lcm(spec.num_kv_heads, strategy.context_parallel)
+    repeated = _repeated_fraction(spec, strategy) * (spec.num_heads - kv_heads)
+    key = round((kv_heads + repeated) * head_dim)
     # The values are a view that keeps the whole projection alive, where queries and keys are
     # rotated copies. Falcon without grouped heads uses ALiBi instead.
     family = find_family(spec.model_type)
     is_grouped = spec.num_kv_heads < spec.num_heads
     is_split = family.splits_rotary and (family.alibi != "ungrouped" or is_grouped)
+    is_split = is_split and strategy.context_parallel == 1  # what is exchanged is a copy
     projection = numerics.value * (query + key) if is_split else 0
     if not _is_eager(spec, strategy):
         inputs = numerics.value * (query + 2 * key) + projection
@@ -559,21 +587,24 @@ def estimate_activation_bytes(
     def whole(layer: LayerBytes) -> int:
         return tokens * layer.saved + layer.adapted_weights
 
-    left = strategy.count_recomputed(spec.num_layers)
-    is_selective = 0 < left < spec.num_layers
+    num_recomputed_layers = num_left = strategy.count_recomputed(spec.num_layers)
+    is_selective = 0 < num_recomputed_layers < spec.num_layers
     of_recomputed = of_others = dropped = 0
     for count, layer in layers:
-        num_recomputed = min(count, left)
-        left -= num_recomputed
+        num_recomputed = min(count, num_left)
+        num_left -= num_recomputed
         of_recomputed += num_recomputed * tokens * layer.checkpoint
         of_others += (count - num_recomputed) * whole(layer)
         dropped += num_recomputed * tokens * max(0, layer.saved - layer.checkpoint)
-    again = whole(worst) if strategy.checkpointing else 0
+    # Of the inputs in host memory one is on its way out, then back.
+    moved = tokens * worst.offloaded
+    of_recomputed -= strategy.count_offloaded_inputs(spec.num_layers) * moved
+    again = whole(worst) + moved if strategy.checkpointing else 0
     of_layers = of_recomputed + of_others
     first = tokens * worst.checkpoint if strategy.checkpointing else whole(worst)
     return ActivationBytes(
         kept=of_layers + tokens * final,
-        in_layers=of_layers * (spec.num_layers - 1) // spec.num_layers,
+        in_layers=of_layers * (spec.num_layers - 1) // spec.num_layers + moved,
         first_layer=2 * of_layers if _pins_layer_inputs(strategy) else first,
         recomputed=of_recomputed + again + tokens * worst.working if is_selective else 0,
         of_recomputed=of_recomputed,
@@ -642,13 +673,14 @@ def estimate_loss_bytes(spec: ModelSpec, strategy: Strategy) -> LossBytes:
     under torch's min-cut partitioner: 2 bytes, 4 eager). Fused (Liger) never holds more
     than one chunk of logits, and writes the gradient of the hidden states at once.
     Where LoRA trains rows of new tokens, peft puts them into a copy of the head's matrix, which
-    the head's backward pass reads; Liger's does not.
+    the head's backward pass reads; Liger's does not. The fused loss takes a head with an adapter
+    as such a copy.
     Leaves out the shifted copy that transformers before 4.45 made.
     Source: transformers loss_utils.ForCausalLMLoss; liger fused_linear_cross_entropy; peft
     TrainableTokensLayer.
     """
     found = _estimate_loss(spec, strategy)
-    if not strategy.num_new_rows:
+    if not strategy.copies_head:
         return found
     copy = spec.embedding_params * strategy.compute.value_bytes
     # In the backward pass Liger's loss holds that copy's gradient instead. Else the gradient comes

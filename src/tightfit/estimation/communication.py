@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
+from math import lcm
 from typing import NamedTuple
 
 from tightfit.core.settings import Sharding
 from tightfit.core.strategy import Strategy
 from tightfit.hardware.types import Node
+from tightfit.models.spec import ModelSpec
 
 NVLINK_FRACTION = 0.80
 """Ring collectives over NVLink, of one direction on paper: 235 of 300e9 on 8xA100, 361 to 367
@@ -73,6 +75,17 @@ class Payload(NamedTuple):
     num_trainable: int
     num_units: int
     """Layers, which are gathered one by one."""
+    checkpoint_bytes: float = 0.0
+    """Inputs of recomputed layers that one rank copies to the host in each forward pass, and back
+    in each backward pass."""
+
+
+class Exchange(NamedTuple):
+    """All-to-alls of attention over rows that several GPUs share, of one micro-batch."""
+
+    num_bytes: float = 0.0
+    """What each GPU sends to others."""
+    num_calls: float = 0.0
 
 
 class Transfers(NamedTuple):
@@ -193,15 +206,66 @@ def estimate_transfers(strategy: Strategy, links: Links, payload: Payload) -> Tr
     return Transfers(forward=gathered, backward=again + scattered + between)
 
 
+EXCHANGES_PER_LAYER = 4
+"""Queries, keys, values, and the output back."""
+
+
+def count_exchanged_bytes(
+    spec: ModelSpec, strategy: Strategy, *, tokens: float, num_passes: float
+) -> Exchange:
+    """What context parallel sends: `tokens` are those of a GPU's slice.
+
+    Each GPU keeps one part of every tensor and sends the others. Grouped keys and values are
+    repeated until the heads are a multiple of the GPUs. A backward pass sends as much as a forward
+    pass, and recomputed layers send theirs again.
+    Source: DeepSpeed Ulysses, arXiv:2309.14509; training/context_parallel.py.
+    """
+    size = strategy.context_parallel
+    if size == 1:
+        return Exchange()
+    heads = 2 * spec.num_heads + 2 * lcm(spec.num_kv_heads, size)
+    values = calls = 0
+    for block in spec.blocks:
+        if block.attends:
+            values += block.num_layers * heads * (block.head_dim or spec.head_dim)
+            calls += block.num_layers * EXCHANGES_PER_LAYER
+    sent = tokens * values * strategy.compute.value_bytes * (size - 1) / size
+    return Exchange(num_bytes=num_passes * sent, num_calls=num_passes * calls)
+
+
+def exchange_seconds(strategy: Strategy, links: Links, exchange: Exchange) -> float:
+    """Nothing hides it: attention waits for its heads, and what follows for its tokens.
+
+    Inside a node each GPU sends to all others over its own link. Between nodes all GPUs of a node
+    send at once through its adapters.
+    """
+    size, gpus = strategy.context_parallel, strategy.gpus_per_node
+    if size == 1:
+        return 0.0
+    near = min(size, gpus)
+    inside = exchange.num_bytes * (near - 1) / (size - 1)
+    seconds = inside / links.inside
+    latency = links.inside_latency
+    if size > near:
+        between = gpus * (exchange.num_bytes - inside)
+        seconds = max(seconds, between / links.network)
+        latency = NETWORK_LATENCY_SECONDS
+    return seconds + exchange.num_calls * latency
+
+
 def estimate_offload(strategy: Strategy, links: Links, payload: Payload) -> Transfers:
     """Copies to and from the host, and the update done there.
 
     An offloaded optimizer takes the gradients down beside each backward pass,
     updates in host memory (all ranks of a node share its bandwidth), and sends
     the new values up. Offloaded weights come up for each pass.
+    Inputs of recomputed layers go down beside the forward pass and come up beside the backward
+    pass, over the bus of each GPU and the memory that they share.
     Source: ZeRO-Offload arXiv:2101.06840.
     """
     shards = strategy.num_shards
+    shared = min(links.host, links.host_memory / strategy.gpus_per_node)
+    inputs = payload.checkpoint_bytes / shared
     weights = payload.weight_bytes / shards / links.host if strategy.offload.moves_params else 0.0
     if not strategy.is_trained:
         return Transfers(forward=weights)
@@ -212,7 +276,7 @@ def estimate_offload(strategy: Strategy, links: Links, payload: Payload) -> Tran
         adam = payload.num_trainable * copies_per_node * HOST_ADAM_BYTES / links.host_memory
         up = 0.0 if strategy.offload.moves_params else payload.updated_bytes / shards / links.host
         update = adam + up
-    return Transfers(forward=weights, backward=weights + down, update=update)
+    return Transfers(forward=weights + inputs, backward=weights + down + inputs, update=update)
 
 
 def exposed_seconds(transfer: float, *, compute: float) -> float:

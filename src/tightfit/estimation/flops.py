@@ -53,6 +53,8 @@ class Workload(NamedTuple):
     expert_weights_held: int
     grouped_weights_held: int
     """Of experts that the runtime multiplies itself."""
+    mlp_weights_held: int
+    """Of MLPs, experts among them."""
     mlp_width_used: int
     """Inner MLP values of one token, all layers together."""
     query_width: int
@@ -156,6 +158,11 @@ def sum_workload(spec: ModelSpec) -> Workload:
             n * part.in_features * part.out_features for n, part in held if part.role is Role.EXPERT
         ),
         grouped_weights_held=spec.grouped_params,
+        mlp_weights_held=sum(
+            n * part.in_features * part.out_features
+            for n, part in held
+            if part.role in (Role.MLP, Role.EXPERT)
+        ),
         mlp_width_used=inner,
         query_width=spec.num_heads * head_dims,
         key_width=spec.num_kv_heads * head_dims,
@@ -288,7 +295,7 @@ def estimate_step_flops(
     Source: PaLM arXiv:2204.02311 appendix B; LoRA arXiv:2106.09685 section 4.
     """
     length = float(strategy.seq_len if seq_len is None else seq_len)
-    sequences = strategy.sequences_per_micro_batch * strategy.grad_accum * strategy.world_size
+    sequences = strategy.examples_per_step * strategy.objective.record.num_sequences
     forward = estimate_forward_flops(spec, num_sequences=sequences, seq_len=length)
     if not strategy.is_trained:
         return StepFlops(model=forward.total, recomputed=0.0)

@@ -6,6 +6,7 @@ from tightfit.core.dtypes import Dtype
 from tightfit.core.settings import Method
 from tightfit.core.strategy import Strategy, Training
 from tightfit.core.units import GIB
+from tightfit.estimation.activations import offloaded_input_bytes
 from tightfit.estimation.state import (
     estimate_state_bytes,
     list_trained_values,
@@ -100,9 +101,11 @@ def estimate_host_components(
     Leaves out the page cache, which the system frees on demand.
     """
     parts = _host_parts(spec, strategy)
-    # Offloaded optimizer state is created after loading, so the larger of the two counts.
-    is_late = parts["offloaded_optimizer"] > parts["loading"]
-    parts["loading" if is_late else "offloaded_optimizer"] = 0
+    # Optimizer state and layers' inputs come after loading, so the larger of the two counts.
+    late = ("offloaded_optimizer", "offloaded_inputs")
+    is_late = sum(parts[name] for name in late) > parts["loading"]
+    for name in ("loading",) if is_late else late:
+        parts[name] = 0
     kept = reference_bytes(strategy, num_examples=num_examples)
     parts["reference_log_probs"] = strategy.gpus_per_node * kept
     return {name: size for name, size in parts.items() if size}
@@ -118,7 +121,14 @@ def _host_parts(spec: ModelSpec, strategy: Strategy) -> dict[str, int]:
         "loading": sum(estimate_loading_bytes_by_rank(spec, strategy)[:ranks]),
         "offloaded_weights": int(ranks * state.host_weights * factor),
         "offloaded_optimizer": int(ranks * state.host_optimizer * factor),
+        "offloaded_inputs": ranks * offloaded_bytes(spec, strategy),
     }
+
+
+def offloaded_bytes(spec: ModelSpec, strategy: Strategy) -> int:
+    """Inputs of recomputed layers that one rank has in host memory."""
+    inputs = strategy.tokens_per_micro_batch * offloaded_input_bytes(spec, strategy)
+    return strategy.count_offloaded_inputs(spec.num_layers) * inputs
 
 
 def estimate_loading_bytes_by_rank(spec: ModelSpec, strategy: Strategy) -> list[int]:
@@ -151,7 +161,7 @@ def estimate_phase_host_bytes(spec: ModelSpec, strategy: Strategy) -> dict[str, 
     """
     parts = _host_parts(spec, strategy)
     processes = parts["processes"]
-    step = processes + parts["offloaded_weights"] + parts["offloaded_optimizer"]
+    step = processes + sum(size for name, size in parts.items() if name.startswith("offloaded"))
     gathered = num_trainable(spec, strategy) * 4 if strategy.sharding.shards_weights else 0
     whole = PROCESS_BYTES + 2 * spec.num_params
     return {

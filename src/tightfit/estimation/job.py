@@ -175,6 +175,18 @@ HOST_SHARE_FRACTION = 0.95
 """Share of a node's memory that a job may use; the rest is the system's."""
 
 
+def count_inputs_for_host(spec: ModelSpec, strategy: Strategy, capacity_bytes: int | None) -> int:
+    """Layers' inputs that the host memory of a node has room for beside the rest of the job."""
+    if capacity_bytes is None:
+        return spec.num_layers
+    none, one = (
+        estimate_phase_host_bytes(spec, strategy.model_copy(update={"offloaded_inputs": count}))
+        for count in (0, 1)
+    )
+    each = max(1, one["step"] - none["step"])
+    return max(0, int(HOST_SHARE_FRACTION * capacity_bytes - none["step"]) // each)
+
+
 def exceeds_host_memory(host: HostMemory) -> bool:
     """Whether the job needs more host memory than it may use; False if the node's is unknown."""
     capacity = host.capacity_bytes

@@ -87,6 +87,8 @@ class StepTime(Frozen):
     seconds_per_step_high: NonNegativeFloat
     tokens_per_second: NonNegativeFloat
     """Real tokens (padding left out) over all GPUs."""
+    exchanged_bytes: NonNegativeFloat = 0.0
+    """What each GPU sends to those that share its rows, in a step."""
     flops_per_step: NonNegativeFloat
     """Model FLOPs, recomputation left out."""
     mfu_fraction: NonNegativeFloat

@@ -30,6 +30,7 @@ from tightfit.estimation.flops import (
     sum_adapters,
     sum_workload,
 )
+from tightfit.estimation.host_and_disk import offloaded_bytes
 from tightfit.estimation.result import StepTime
 from tightfit.estimation.weights import (
     as_loaded,
@@ -167,7 +168,9 @@ class MicroBatch(NamedTuple):
 
     @property
     def tokens(self) -> float:
-        return self.strategy.sequences_per_micro_batch * self.lengths.row
+        """Of one GPU: its slice, where rows are shared."""
+        strategy = self.strategy
+        return strategy.sequences_per_micro_batch * self.lengths.row / strategy.context_parallel
 
     @property
     def recomputed_fraction(self) -> float:
@@ -477,7 +480,7 @@ def _moved_bytes(job: MicroBatch, *, backward: bool) -> float:
     if not backward:
         moved += traffic.dora_bytes(job.spec, strategy)
     if not job.has_grouped_products and strategy.weights is not Dtype.GPTQ4:
-        moved += traffic.EXPERT_LAYOUT_BYTES * job.work.expert_weights_held
+        moved += traffic.EXPERT_LAYOUT_BYTES * job.work.expert_weights_held * strategy.mlp_tiles
     return moved
 
 
@@ -631,6 +634,10 @@ def estimate_step_time(
         parts[name] = times * (ahead + behind + num_forward_only * for_reference)
         parts[name] += last + transfers.update
         before += for_reference
+    exchanged = comms.count_exchanged_bytes(
+        spec, strategy, tokens=job.tokens, num_passes=_count_passes(job)
+    )
+    parts["communication"] += times * comms.exchange_seconds(strategy, links, exchanged)
     seconds = sum(parts.values())
     measured = node.gpu.measured
     is_host_measured = measured is not None and measured.host_forward_seconds is not None
@@ -640,7 +647,7 @@ def estimate_step_time(
     real_tokens, steps = float(strategy.tokens_per_step), None
     if profile is not None:
         rows = profile.num_packed_rows if strategy.packing else profile.num_rows
-        per_step = strategy.micro_batch * strategy.grad_accum * strategy.world_size
+        per_step = strategy.examples_per_step
         real_tokens = min(1.0, per_step / rows) * profile.num_tokens
         steps = max(1, ceil(rows / per_step))
     return StepTime(
@@ -651,6 +658,7 @@ def estimate_step_time(
         flops_per_step=flops,
         mfu_fraction=flops / seconds / peak,
         components=parts,
+        exchanged_bytes=times * exchanged.num_bytes,
         seconds_per_epoch=None if steps is None else steps * seconds,
         steps_per_epoch=steps,
         reference_seconds_per_step=times * count_reference_passes(strategy) * before
@@ -672,7 +680,7 @@ def _describe_micro_batch(
     )
     stream = (
         strategy.sequences_per_micro_batch
-        * lengths.row
+        * (lengths.row / strategy.context_parallel)
         * spec.hidden_size
         * traffic.stream_value_bytes(strategy)
     )
@@ -726,6 +734,11 @@ def _launch_forward_only_seconds(job: MicroBatch, reference: PassSeconds) -> flo
     return max(kernels * rates.kernel_gap_seconds, launched - reference.total)
 
 
+def _count_passes(job: MicroBatch) -> float:
+    """Through the layers, of a micro-batch: forward, again where recomputed, and backward."""
+    return 1.0 + (1.0 + job.recomputed_fraction) * job.strategy.is_trained
+
+
 def _hook_seconds(job: MicroBatch) -> float:
     """DeepSpeed's Python around each module that ZeRO-3 gathers."""
     strategy, work = job.strategy, job.work
@@ -774,4 +787,7 @@ def _payload(job: MicroBatch, num_trainable: int) -> comms.Payload:
         updated_bytes=float(min(gradient, strategy.compute.value_bytes) * num_trainable),
         num_trainable=num_trainable,
         num_units=job.work.num_layers + 1,
+        checkpoint_bytes=offloaded_bytes(job.spec, strategy)
+        * job.tokens
+        / strategy.tokens_per_micro_batch,
     )

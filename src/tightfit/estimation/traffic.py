@@ -180,6 +180,16 @@ ELEMENTWISE_BACKWARD = 2.0
 """Backward over forward traffic: the gradient comes in, the saved input is read, one goes out."""
 
 
+WIDE_VOCABULARY = 200_000
+"""Words beyond which the rows of logits that a GPU's blocks work on no longer fit its cache: the
+passes over a row inside log-softmax and its gradient read memory again. Published speeds with
+50,432 to 152,064 words are met without them (published_time.json)."""
+WIDE_LOSS_BYTES = 16.0
+"""Those passes, two forward and two backward, in fp32. BLOOM-1b7 (250,880 words), full tuning,
+8 x 1,024, compiled layers, one H200: 0.201 s a step with chunks of tokens, 0.185 s with the fused
+loss."""
+
+
 def loss_bytes_per_token(work: Workload, strategy: Strategy) -> float:
     """Forward and backward traffic of the loss over the vocabulary, for one token.
 
@@ -191,7 +201,10 @@ def loss_bytes_per_token(work: Workload, strategy: Strategy) -> float:
         return 0.0
     if recomputes_logits(strategy):
         return work.vocab_size * (2 * LOG_PROB_BYTES + 14.0)
-    return work.vocab_size * (8.0 if strategy.loss is Loss.FUSED else 36.0)
+    if strategy.loss is Loss.FUSED:
+        return 8.0 * work.vocab_size
+    again = WIDE_LOSS_BYTES if work.vocab_size > WIDE_VOCABULARY else 0.0
+    return work.vocab_size * (36.0 + again)
 
 
 LOG_PROB_BYTES = 10.0
@@ -232,11 +245,14 @@ Fit to Llama-2-7B on one H200, int8 against bf16 (benchmarks/results/h200_steps.
 def dequantize_seconds(
     work: Workload, rates: DeviceRates, strategy: Strategy, *, tokens: float, backward: bool
 ) -> float:
-    """Dequantizing every quantized matrix once, plus int8's work on activations."""
+    """Dequantizing every quantized matrix once, MLPs' once a tile, plus int8's work on
+    activations."""
     dtype = strategy.weights
     if not dtype.is_quantized:
         return 0.0
     packed = work.packed_weights(strategy)
+    again = (strategy.mlp_tiles - 1) * work.mlp_weights_held / max(1, work.weights_held)
+    packed = int(packed * (1 + again))  # each tile of an MLP dequantizes its matrices
     nf4_rate = None if rates.measured is None else rates.measured.nf4_weights_per_second
     if dtype is Dtype.NF4 and nf4_rate is not None:
         return packed / nf4_rate

@@ -159,7 +159,15 @@ def adapter_params(spec: ModelSpec, strategy: Strategy) -> int:
         if is_lora_target(part, strategy.lora_targets)
     )
     of_layers = sum(b.num_layers * layer_adapter_params(b, strategy) for b in spec.blocks)
-    return outer + of_layers + new_row_params(spec, strategy)
+    return outer + of_layers + new_row_params(spec, strategy) + _embedding_adapter(spec, strategy)
+
+
+def _embedding_adapter(spec: ModelSpec, strategy: Strategy) -> int:
+    """LoRA values of embeddings and head, which share one adapter where they share a matrix."""
+    if not strategy.adapts_embeddings:
+        return 0
+    width = spec.embedding_width or spec.hidden_size
+    return strategy.lora_rank * (spec.vocab_size + width) * (1 if spec.tie_embeddings else 2)
 
 
 def new_row_params(spec: ModelSpec, strategy: Strategy) -> int:

@@ -17,6 +17,7 @@ from tightfit.core.settings import Loss, Method, Sharding
 from tightfit.core.strategy import Strategy
 from tightfit.planning.describe import describe_recomputing
 from tightfit.planning.rules import Case, find_first_violation, without_dequantized_base
+from tightfit.planning.space import list_long_row_levers
 from tightfit.trace.result import TracedMemory
 
 MOST_ALTERNATIVES = 5
@@ -157,6 +158,18 @@ def _list_recomputing(case: Case, peak: Peak) -> Iterator[_Change]:
         yield words, fields, 0.9 * kept * (count - done) / left
 
 
+def _list_long_rows(case: Case, peak: Peak) -> Iterator[_Change]:
+    strategy, count = case.strategy, case.strategy.count_recomputed(case.spec.num_layers)
+    if not count or "backward" not in peak.stage:
+        return
+    for fields in list_long_row_levers(case.spec, strategy, case.node):
+        if "mlp_tiles" in fields:
+            yield "MLPs in tiles", fields, 0.5 * _sum(peak, "temporary")
+        else:
+            saved = fields["offloaded_inputs"] / count * _sum(peak, "activations")
+            yield "layers' inputs in host memory", fields, saved
+
+
 def _list_references(case: Case, peak: Peak) -> Iterator[_Change]:
     if case.strategy.copies_reference:  # as large as what it copies
         gone = _sum(peak, "weights") / 2
@@ -228,6 +241,7 @@ _KINDS: tuple[Callable[[Case, Peak], Iterator[_Change]], ...] = (
     _list_attention,
     _list_batches,
     _list_recomputing,
+    _list_long_rows,
     _list_shardings,
     _list_weights,
 )

@@ -40,11 +40,14 @@ def describe_reference(strategy: Strategy) -> list[str]:
 
 
 def describe_recomputing(strategy: Strategy) -> str:
-    """`checkpointing`, `checkpointing of 8 layers` or `no checkpointing`."""
+    """`checkpointing`, `checkpointing of 8 layers`, `checkpointing, 31 inputs in host memory` or
+    `no checkpointing`."""
     if not strategy.checkpointing:
         return "no checkpointing"
     some = strategy.recomputed_layers
-    return "checkpointing" if some is None else f"checkpointing of {some} layers"
+    what = "checkpointing" if some is None else f"checkpointing of {some} layers"
+    moved = strategy.offloaded_inputs
+    return f"{what}, {moved} inputs in host memory" if moved else what
 
 
 def describe_strategy(strategy: Strategy, *, is_cpu: bool = False) -> str:
@@ -61,6 +64,7 @@ def describe_strategy(strategy: Strategy, *, is_cpu: bool = False) -> str:
     ]
     if s.offload.value != "none":
         parts.append(f"offload {s.offload.value}")
+    parts += describe_context(s)
     parts.append(describe_recomputing(s))
     if s.optimizer is not Strategy.model_fields["optimizer"].default:
         parts.append(s.optimizer.value)
@@ -83,6 +87,7 @@ def name_kernel_levers(strategy: Strategy) -> list[str]:
         ("fused kernels", s.fused_kernels),
         ("large loss chunks", s.loss_chunk_factor > 1),
         ("fused LoRA", s.fused_lora),
+        ("MLPs in tiles", s.mlp_tiles > 1),
         ("fp8 products", s.fp8),
         ("fp8 gradients", s.fp8_gradients),
         ("dequantized base", s.dequantized_base),
@@ -115,10 +120,17 @@ def describe_batch(strategy: Strategy) -> str:
 
 
 def describe_sharding(strategy: Strategy) -> str:
-    """`fsdp`, `zero3 + offload all`."""
-    if strategy.offload is Offload.NONE:
-        return strategy.sharding.value
-    return f"{strategy.sharding.value} + offload {strategy.offload.value}"
+    """`fsdp`, `zero3 + offload all`, `fsdp + context parallel 4`."""
+    words = [strategy.sharding.value]
+    if strategy.offload is not Offload.NONE:
+        words.append(f"offload {strategy.offload.value}")
+    return " + ".join([*words, *describe_context(strategy)])
+
+
+def describe_context(strategy: Strategy) -> list[str]:
+    """`context parallel 4`, where GPUs share rows."""
+    size = strategy.context_parallel
+    return [f"context parallel {size}"] if size > 1 else []
 
 
 def describe_settings(strategy: Strategy) -> str:

@@ -21,6 +21,7 @@ from tightfit.planning.rules import (
     find_warnings,
     without_dequantized_base,
 )
+from tightfit.planning.space import LEAST_SLICE_TOKENS, list_long_row_levers
 
 _CHEAPER_LOSSES = {
     Loss.PLAIN: (Loss.CHUNKED, Loss.FUSED),
@@ -40,9 +41,10 @@ def list_fallbacks(plan: Plan) -> list[Plan]:
 
     Small chunks of the fused loss, then a reference computed before training, then a base that
     stays quantized, then smaller micro-batches with more accumulation, then recomputing, first of
-    half the layers, then a loss that holds less of the logits, then sharding and offload by the
-    same engine, whose checkpoints the run goes on from. Each keeps the step before it, is legal,
-    and is predicted to need less; the sequences of a step, the method and the number formats stay.
+    half the layers, then a loss that holds less of the logits, then the levers for long rows, then
+    rows shared by more GPUs of a node, then sharding and offload by the same engine, whose
+    checkpoints the run goes on from. Each keeps the step before it, is legal, and is predicted to
+    need less; the sequences of a step, the method and the number formats stay.
     """
     found: list[Plan] = []
     hardware = plan.hardware
@@ -110,9 +112,24 @@ def _list_recomputing(plan: Plan, strategy: Strategy) -> Iterator[dict[str, Any]
     yield {"checkpointing": True, "recomputed_layers": None}
 
 
+def _list_long_rows(plan: Plan, strategy: Strategy) -> Iterator[dict[str, Any]]:
+    yield from list_long_row_levers(plan.model, strategy, assume_host(plan.hardware.node))
+
+
 def _list_losses(_plan: Plan, strategy: Strategy) -> Iterator[dict[str, Any]]:
     for loss in _CHEAPER_LOSSES.get(strategy.loss, ()):
         yield {"loss": loss}
+
+
+def _list_contexts(_plan: Plan, strategy: Strategy) -> Iterator[dict[str, Any]]:
+    """Twice as many GPUs to a row, inside a node, and as many sequences a step."""
+    size, accumulated = strategy.context_parallel, strategy.grad_accum
+    while (
+        strategy.gpus_per_node % (2 * size) == 0
+        and strategy.seq_len >= 2 * size * LEAST_SLICE_TOKENS
+    ):
+        size, accumulated = 2 * size, 2 * accumulated
+        yield {"context_parallel": size, "grad_accum": accumulated}
 
 
 def _list_shardings(plan: Plan, strategy: Strategy) -> Iterator[dict[str, Any]]:
@@ -134,6 +151,8 @@ _KINDS = (
     _list_smaller_batches,
     _list_recomputing,
     _list_losses,
+    _list_long_rows,
+    _list_contexts,
     _list_shardings,
 )
 
@@ -142,6 +161,8 @@ _WORDS = {
     "loss_chunk_factor": "small loss chunks",
     "precompute_reference": "reference before training",
     "dequantized_base": "quantized base",
+    "mlp_tiles": "MLPs in tiles",
+    "offloaded_inputs": "layers' inputs in host memory",
 }
 """Of changes that are always the same."""
 
@@ -152,6 +173,8 @@ def _describe(strategy: Strategy, fields: dict[str, Any]) -> str:
             return words
     if "micro_batch" in fields:
         return f"micro-batch {strategy.micro_batch} x {strategy.grad_accum}"
+    if "context_parallel" in fields:
+        return f"{strategy.context_parallel} GPUs to a row"
     if "checkpointing" in fields:
         return describe_recomputing(strategy)
     if "loss" in fields:

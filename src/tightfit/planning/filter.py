@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -33,7 +33,12 @@ from tightfit.planning.rules import (
     find_violations,
     find_warnings,
 )
-from tightfit.planning.space import Layout, enumerate_strategies, list_micro_batches
+from tightfit.planning.space import (
+    Layout,
+    enumerate_strategies,
+    list_long_row_levers,
+    list_micro_batches,
+)
 
 # Judge one strategy: assume the host memory that was not stated, check the rules, estimate.
 
@@ -214,8 +219,11 @@ class StrategyFilter:
     _barriers: dict[str, str] | None = None
     """By rule, the reason of what has forbidden every strategy so far; None before the first."""
 
-    def filter(self, layout: Layout, *, is_coarse: bool = False) -> None:
-        """Judge every strategy of one layout: the best levers come first and settle the rest."""
+    def filter(self, layout: Layout, *, is_coarse: bool = False, context_parallel: int = 1) -> None:
+        """Judge every strategy of one layout: the best levers come first and settle the rest.
+
+        `context_parallel`: how many GPUs share a row.
+        """
         fitting: dict[Strategy, _Fit] = {}
         too_big: set[Strategy] = set()
 
@@ -224,30 +232,62 @@ class StrategyFilter:
             self.leave_out("never-gains", reason, strategy)
 
         for strategy in enumerate_strategies(
-            self.request, layout, is_coarse=is_coarse, on_needless=count_needless
+            self.request,
+            layout,
+            is_coarse=is_coarse,
+            context_parallel=context_parallel,
+            on_needless=count_needless,
         ):
-            violation = self.find_violation(layout, strategy)
-            self._narrow_barriers(layout, strategy)
-            if violation is not None:
-                self.num_considered += 1
-                self._tally(violation.rule, violation.reason, strategy, link=violation.source)
-                continue
             sizes = list_micro_batches(self.request, strategy)
-            self.num_considered += len(sizes)
-            if self._is_beaten(strategy, _Fit(is_roomy=True, size=sizes[-1]), fitting):
+            lacks_room = self._place(layout, strategy, sizes, fitting, too_big)
+            if not lacks_room or not strategy.checkpointing or is_coarse:
                 continue
-            if too_big and any(smaller in too_big for smaller in _list_smaller(strategy)):
-                too_big.add(strategy)
-                self._tally_memory(layout, strategy, None)
-                continue
-            fit = self._find_largest(layout, strategy, sizes)
-            if fit is None:
-                too_big.add(strategy)
-            else:
-                fitting[strategy] = fit
+            # Of as few rows as there may be: more would not bring back the time they cost.
+            few = resize(strategy, sizes[0])
+            for longer in self._list_longer(layout, few):
+                if not self._place(layout, longer, sizes[:1], fitting, too_big):
+                    break
         for strategy, fit in fitting.items():
             if not self._is_beaten(strategy, fit, fitting):
                 self._time(layout, resize(strategy, fit.size))
+
+    def _place(
+        self,
+        layout: Layout,
+        strategy: Strategy,
+        sizes: list[tuple[int, int]],
+        fitting: dict[Strategy, _Fit],
+        too_big: set[Strategy],
+    ) -> bool:
+        """Put a strategy among those that fit or that do not. True where it is worth a try in less
+        memory: it does not fit, or only just."""
+        violation = self.find_violation(layout, strategy)
+        self._narrow_barriers(layout, strategy)
+        if violation is not None:
+            self.num_considered += 1
+            self._tally(violation.rule, violation.reason, strategy, link=violation.source)
+            return False
+        self.num_considered += len(sizes)
+        if self._is_beaten(strategy, _Fit(is_roomy=True, size=sizes[-1]), fitting):
+            return False
+        if too_big and any(smaller in too_big for smaller in _list_smaller(strategy)):
+            too_big.add(strategy)
+            self._tally_memory(layout, strategy, None)
+            return False
+        fit = self._find_largest(layout, strategy, sizes)
+        if fit is None:
+            too_big.add(strategy)
+        else:
+            fitting[strategy] = fit
+        return fit is None or not fit.is_roomy
+
+    def _list_longer(self, layout: Layout, strategy: Strategy) -> Iterator[Strategy]:
+        """The strategy with one lever for long rows more each time, as far as they are legal."""
+        for fields in list_long_row_levers(self.request.spec, strategy, layout.group.node):
+            longer = strategy.model_copy(update={**fields, **self.request.fixed})
+            if longer != strategy and self.find_violation(layout, longer) is None:
+                strategy = longer
+                yield longer
 
     def find_violation(self, layout: Layout, strategy: Strategy) -> Violation | None:
         """Why the strategy cannot work on this layout; None where it can."""

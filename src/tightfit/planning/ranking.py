@@ -58,9 +58,30 @@ LEVERS: tuple[Lever, ...] = (
     Lever(
         "recomputing activations",
         lambda s: s.checkpointing,
-        {"checkpointing": False, "recomputed_layers": None},
+        {
+            "checkpointing": False,
+            "recomputed_layers": None,
+            "offloaded_inputs": 0,
+            "mlp_tiles": 1,
+        },
         is_plain=False,
         details=("recomputed_layers",),
+    ),
+    Lever(
+        "MLPs in tiles",
+        lambda s: s.mlp_tiles > 1,
+        {"mlp_tiles": 1},
+        is_plain=False,
+        is_for_memory=True,
+        handicap=1.01,
+    ),
+    Lever(
+        "layers' inputs in host memory",
+        lambda s: s.offloaded_inputs > 0,
+        {"offloaded_inputs": 0},
+        is_plain=False,
+        is_for_memory=True,
+        handicap=1.05,
     ),
     Lever("fused kernels", lambda s: s.fused_kernels, {"fused_kernels": False}, is_plain=False),
     Lever("fused LoRA", lambda s: s.fused_lora, {"fused_lora": False}),
@@ -129,6 +150,14 @@ LEVERS: tuple[Lever, ...] = (
         {"offload": Offload.NONE, "sharding": Sharding.SINGLE},
     ),
     Lever(
+        "rows shared by GPUs",
+        lambda s: s.context_parallel > 1,
+        {"context_parallel": 1},
+        is_plain=False,
+        handicap=1.05,
+        is_for_memory=True,
+    ),
+    Lever(
         "sharding over the GPUs",
         lambda s: s.sharding.shards_optimizer and s.world_size > 1 and s.offload is Offload.NONE,
         {"sharding": Sharding.DDP},
@@ -167,7 +196,7 @@ class Candidate(NamedTuple):
     def family(self) -> tuple[object, ...]:
         """Two candidates of one family are the same idea with other details."""
         s = self.strategy
-        where = (self.layout.group.name, s.num_nodes, s.gpus_per_node)
+        where = (self.layout.group.name, s.num_nodes, s.gpus_per_node, s.context_parallel)
         return (*where, name_method(s), s.sharding, s.offload, s.dequantized_base)
 
     @property
@@ -180,13 +209,12 @@ class Candidate(NamedTuple):
             s.method is Method.FULL and s.sharding.shards_optimizer,
         )
         kind = (node.gpu.name, node.num_gpus, node.host_memory_bytes, node.num_cores)
-        return (*kind, *self.family[1:4], spread, s.offload, s.dequantized_base)
+        return (*kind, *self.family[1:5], spread, s.offload, s.dequantized_base)
 
 
 def find_overshoot(strategy: Strategy, wanted_batch: int) -> float:
     """How many times the wanted batch one step takes, where the GPUs outnumber it."""
-    s = strategy
-    return max(1.0, s.micro_batch * s.grad_accum * s.world_size / wanted_batch)
+    return max(1.0, strategy.examples_per_step / wanted_batch)
 
 
 def measure_seconds(

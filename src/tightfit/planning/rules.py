@@ -10,7 +10,7 @@ from tightfit.core.attention import Attention
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import UsageError
 from tightfit.core.objectives import Objective
-from tightfit.core.settings import ALL_LINEAR, EXPERTS, Loss, Method, Offload, Sharding
+from tightfit.core.settings import ALL_LINEAR, EMBEDDINGS, EXPERTS, Loss, Method, Offload, Sharding
 from tightfit.core.strategy import Strategy
 from tightfit.core.text import did_you_mean
 from tightfit.core.trainers import find_trainer
@@ -21,6 +21,7 @@ from tightfit.hardware.types import Gpu, Node
 from tightfit.models.attention import (
     AttentionNeeds,
     find_attention_problem,
+    find_context_problem,
     find_sdpa_problem,
     needs_flash_attn,
     needs_of,
@@ -71,6 +72,11 @@ class Case(NamedTuple):
         """Why the strategy's attention cannot run this model, whatever is installed."""
         kind, is_packed = self.strategy.attention, self.strategy.packing
         return find_attention_problem(kind, self.needs, is_packed=is_packed)
+
+    @property
+    def context_problem(self) -> str | None:
+        """Why GPUs cannot share this model's rows."""
+        return find_context_problem(self.needs)
 
     @property
     def attention_dtypes(self) -> str:
@@ -187,9 +193,15 @@ def _find_violated(case: Case, groups: Iterable[RuleGroup]) -> Iterator[Violatio
 def check_lora_targets(spec: ModelSpec, targets: tuple[str, ...]) -> None:
     """Raise where a target is no module of this model: adapters would silently be missing."""
     known = spec.module_names
-    words = [ALL_LINEAR]
+    words = [ALL_LINEAR, EMBEDDINGS]
+    others = tuple(target for target in targets if target != EMBEDDINGS)
+    if not others:
+        raise UsageError(
+            f"`{EMBEDDINGS}` stands beside other targets.",
+            remedy=f"--set lora_targets={ALL_LINEAR},{EMBEDDINGS}",
+        )
     if EXPERTS in targets:
-        _check_experts(spec, targets)
+        _check_experts(spec, others)
         words.append(EXPERTS)
     for target in targets:
         check_takes_adapter(spec.model_type, target)
@@ -455,6 +467,12 @@ JOB_RULES = _group(
         "tightfit's training step",
     ),
     Rule(
+        "offloaded-inputs",
+        lambda c, s: s.offloaded_inputs > 0 and not s.checkpointing,
+        "there are no recomputed layers whose inputs could go to host memory: set checkpointing",
+        "tightfit/training/recompute.py",
+    ),
+    Rule(
         "recomputed-layers-there",
         lambda c, s: (s.recomputed_layers or 0) > c.spec.num_layers,
         "{m.name} has {m.num_layers} layers, and not {s.recomputed_layers} to recompute",
@@ -654,6 +672,65 @@ SHARDING_RULES = _group(
     ),
 )
 
+CONTEXT_RULES = _group(
+    Rule(
+        "context-gpus",
+        lambda c, s: s.world_size % s.context_parallel > 0,
+        "{s.context_parallel} GPUs share a row, and {s.world_size} cannot be grouped so: use a "
+        "divisor",
+    ),
+    Rule(
+        "context-nodes",
+        lambda c, s: (
+            s.context_parallel % s.gpus_per_node > 0 and s.gpus_per_node % s.context_parallel > 0
+        ),
+        "the {s.context_parallel} GPUs that share a row are neither part of a node of "
+        "{s.gpus_per_node} nor whole nodes",
+    ),
+    Rule(
+        "context-single",
+        lambda c, s: s.sharding is Sharding.SINGLE,
+        "GPUs that share rows add up their gradients: use ddp, fsdp or zero, not single",
+    ),
+    Rule(
+        "context-family",
+        lambda c, s: c.context_problem is not None,
+        "the rows of {m.model_type} models cannot be shared by GPUs: {c.context_problem}",
+        "transformers 5.22",
+    ),
+    Rule(
+        "context-heads",
+        lambda c, s: c.spec.num_heads % s.context_parallel > 0,
+        "{m.name} has {m.num_heads} attention heads, which cannot be spread over "
+        "{s.context_parallel} GPUs: use a divisor",
+        "https://arxiv.org/abs/2309.14509",
+    ),
+    Rule(
+        "context-method",
+        lambda c, s: not s.is_trained,
+        "rows are shared in training: `{s.method.value}` trains nothing",
+    ),
+    Rule(
+        "context-objective",
+        lambda c, s: s.objective is not Objective.SFT,
+        "the answers of {s.objective.value} are not added up over GPUs that share rows: set "
+        "context_parallel=1",
+    ),
+    Rule(
+        "context-compile",
+        lambda c, s: s.compile,
+        "a compiled layer would be cut in two by the exchange of heads: set compile=false",
+    ),
+    Rule(
+        "context-trainer",
+        lambda c, s: bool(s.trainer),
+        "no configuration of context parallel is written for {s.trainer}: plan it without",
+        "tightfit/planning/trainer_configs.py",
+    ),
+    applies=lambda c, s: s.context_parallel > 1,
+    source="tightfit/training/context_parallel.py",
+)
+
 FUSED_LORA_RULES = _group(
     Rule(
         "folded-method",
@@ -696,6 +773,45 @@ FUSED_LORA_RULES = _group(
     ),
     applies=lambda c, s: s.fused_lora,
     source="tightfit/runtime/kernels/fused_lora.py",
+)
+
+MLP_TILE_RULES = _group(
+    Rule(
+        "tiles-checkpointing",
+        lambda c, s: not s.checkpointing,
+        "the MLPs of recomputed layers run in tiles, and no layer is recomputed: set checkpointing",
+    ),
+    Rule(
+        "tiles-family",
+        lambda c, s: not c.family.can_tile_mlp,
+        "layers of {m.model_type} have no MLP that can run on some tokens at a time: set "
+        "mlp_tiles=1",
+        "transformers 5.22: modules that take more than the hidden states, or none of their own",
+    ),
+    Rule(
+        "tiles-compile",
+        lambda c, s: s.compile,
+        "a compiled layer is one graph, which tiles would cut: set compile=false",
+    ),
+    Rule(
+        "tiles-zero3",
+        lambda c, s: s.sharding is Sharding.ZERO3,
+        "zero3 gathers a matrix once a pass, and tiles call it several times: use fsdp, ddp or "
+        "zero2",
+        "deepspeed 0.19, runtime/zero/partitioned_param_coordinator.py",
+    ),
+    Rule(
+        "tiles-weights",
+        lambda c, s: s.weights is Dtype.INT8 or s.has_fp8,
+        "MLPs in int8 or fp8 have not been tried in tiles: set mlp_tiles=1",
+    ),
+    Rule(
+        "tiles-router-loss",
+        lambda c, s: s.router_loss_weight > 0,
+        "the router loss reads all tokens of a layer's router at once: set mlp_tiles=1",
+    ),
+    applies=lambda c, s: s.mlp_tiles > 1,
+    source="tightfit/runtime/kernels/tiled_mlp.py",
 )
 
 DORA_RULES = _group(
@@ -961,7 +1077,7 @@ CPU_RULES = _group(
     ),
     Rule(
         "cpu-offload",
-        lambda c, s: s.offload is not Offload.NONE,
+        lambda c, s: s.offload is not Offload.NONE or s.offloaded_inputs > 0,
         "offload on a CPU saves nothing: the host's memory is where everything is already",
         "the hardware given",
         is_warning=True,
@@ -1020,6 +1136,48 @@ NEW_TOKENS_RULES = _group(
     applies=lambda c, s: bool(s.add_tokens or s.add_special_tokens),
 )
 
+EMBEDDING_ADAPTER_RULES = _group(
+    Rule(
+        "embedding-adapters-encoder",
+        lambda c, s: c.spec.is_encoder_decoder,
+        "adapters on embeddings are for decoders; {m.name} has an encoder",
+        "tightfit/runtime/adapters.py",
+    ),
+    Rule(
+        "embedding-adapters-trained",
+        lambda c, s: s.train_embeddings or s.num_new_rows > 0,
+        "embeddings have either an adapter or trained rows: leave `embeddings` out of "
+        "lora_targets, or train_embeddings and new tokens out",
+        "peft 0.21, tuners/tuners_utils.py",
+    ),
+    Rule(
+        "embedding-adapters-dora",
+        lambda c, s: s.dora,
+        "DoRA's norms of embeddings and head have not been tried: leave `embeddings` or dora out",
+        "tightfit/runtime/adapters.py",
+    ),
+    Rule(
+        "embedding-adapters-dropout",
+        lambda c, s: s.lora_dropout > 0 and s.loss is Loss.FUSED,
+        "the fused loss adds the head's adapter to its matrix, where no input can be dropped: "
+        "use another loss, or no lora_dropout",
+        "tightfit/runtime/adapters.py",
+    ),
+    Rule(
+        "embedding-adapters-zero",
+        lambda c, s: s.sharding.is_zero,
+        "adapters on embeddings have not been tried with {s.sharding.value}: use ddp or fsdp",
+        "tightfit/training/zero.py",
+    ),
+    Rule(
+        "embedding-adapters-trainer",
+        lambda c, s: bool(s.trainer),
+        "no configuration of adapters on embeddings is written for {s.trainer}",
+        "tightfit/planning/trainer_configs.py",
+    ),
+    applies=lambda c, s: s.adapts_embeddings,
+)
+
 TRAINER_RULES = _group(
     Rule(
         "trainer",
@@ -1033,9 +1191,12 @@ TRAINER_RULES = _group(
 GROUPS = (
     JOB_RULES,
     NEW_TOKENS_RULES,
+    EMBEDDING_ADAPTER_RULES,
     TRAINER_RULES,
     SHARDING_RULES,
+    CONTEXT_RULES,
     FUSED_LORA_RULES,
+    MLP_TILE_RULES,
     DORA_RULES,
     DEQUANTIZED_RULES,
     PACKED_EXPERTS_RULES,

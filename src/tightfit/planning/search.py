@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -12,6 +13,7 @@ from tightfit.core.packages import __version__
 from tightfit.core.settings import Loss, Method
 from tightfit.core.units import render_bytes, render_seconds
 from tightfit.estimation.activations import can_fuse_head_and_loss
+from tightfit.estimation.communication import Exchange, exchange_seconds, find_links
 from tightfit.estimation.result import Estimate, Verdict
 from tightfit.hardware.rates import measured_update_seconds
 from tightfit.hardware.types import Cluster, NodeGroup
@@ -30,7 +32,13 @@ from tightfit.planning.plan import Exclusion, Plan, PlanHardware, estimate_cost
 from tightfit.planning.ranking import LEVERS, Candidate, measure_seconds, rank
 from tightfit.planning.request import JobRequest
 from tightfit.planning.rules import Case, find_warnings
-from tightfit.planning.space import Layout, list_layouts, list_micro_batches
+from tightfit.planning.space import (
+    LEAST_SLICE_TOKENS,
+    Layout,
+    list_context_sizes,
+    list_layouts,
+    list_micro_batches,
+)
 
 NUM_PLANS = 5
 _NUM_REFINED = 12
@@ -141,6 +149,7 @@ def search(
     layouts.sort(key=lambda layout: 1 < layout.num_nodes < layout.group.num_nodes)
     for order, layout in enumerate(layouts):
         found.filter(layout, is_coarse=is_coarse or order >= _NUM_FULL_LAYOUTS)
+    _share_rows(found, layouts, is_coarse=is_coarse)
     if is_exhaustive:
         # The best candidates, each at its own fastest micro-batch, however alike they are.
         best = sorted(found.candidates, key=rank)[:num_plans]
@@ -164,6 +173,36 @@ def search(
         barrier=found.barrier,
         fixed=frozenset(request.fixed),
     )
+
+
+def _share_rows(found: StrategyFilter, layouts: Sequence[Layout], *, is_coarse: bool) -> None:
+    """Let as few GPUs share a row as it takes, where nothing fits otherwise; and where there are
+    more GPUs than sequences, so many that none is idle."""
+    request = found.request
+    if "context_parallel" in request.fixed or request.trainer is not None:
+        return
+    is_too_big = not any(candidate.fits for candidate in found.candidates)
+    length = request.longest_batch_len
+    for order, layout in enumerate(layouts):
+        if layout.world_size > 1 and length >= 2 * LEAST_SLICE_TOKENS:
+            sizes = list_context_sizes(layout)
+            is_short = is_coarse or order >= _NUM_FULL_LAYOUTS
+            share = partial(found.filter, layout, is_coarse=is_short)
+            if is_too_big:
+                _find_least(found, share, sizes)
+            elif layout.world_size > request.effective_batch:
+                wanted = -(-layout.world_size // request.effective_batch)
+                least = next((size for size in sizes if size >= wanted), None)
+                if least is not None and length >= least * LEAST_SLICE_TOKENS:
+                    share(context_parallel=least)
+
+
+def _find_least(found: StrategyFilter, share: Callable[..., None], sizes: Sequence[int]) -> None:
+    for size in sizes:
+        before = len(found.candidates)
+        share(context_parallel=size)
+        if any(candidate.fits for candidate in found.candidates[before:]):
+            return
 
 
 def _best_by_group(
@@ -268,17 +307,22 @@ words, bf16, at factors 1, 2, 4 and 8: 27.0, 25.8, 24.4 and 24.6 ms with a froze
 
 
 def enlarge_loss_chunks(found: StrategyFilter, candidate: Candidate) -> Candidate:
-    """The candidate with large loss chunks where they fit and gain time, else as it was.
+    """The candidate with the fused loss in large chunks where they fit and gain time, else as it
+    was: the loss in chunks of tokens can be faster than the fused one in small chunks alone.
 
     They are worth less than any layer that need not be recomputed: a plan that recomputes has no
     memory to give away.
     """
-    strategy = candidate.strategy
-    is_chunked = strategy.loss is Loss.FUSED and can_fuse_head_and_loss(found.request.spec)
-    is_open = "loss_chunk_factor" not in found.request.fixed
+    strategy, fixed = candidate.strategy, found.request.fixed
+    is_swapped = strategy.loss is Loss.CHUNKED and strategy.compile and "loss" not in fixed
+    is_chunked = strategy.loss is Loss.FUSED or is_swapped
+    is_open = "loss_chunk_factor" not in fixed and can_fuse_head_and_loss(found.request.spec)
     if not is_chunked or not is_open or strategy.checkpointing:
         return candidate
-    larger = strategy.model_copy(update={"loss_chunk_factor": LARGE_CHUNK_FACTOR})
+    change = {"loss": Loss.FUSED, "loss_chunk_factor": LARGE_CHUNK_FACTOR}
+    larger = strategy.model_copy(update=change)
+    if is_swapped and found.find_violation(candidate.layout, larger) is not None:
+        return candidate
     if found.is_known_to_fail(candidate.layout, larger):
         return candidate
     other = candidate._replace(strategy=larger, summary=found.summarize(candidate.layout, larger))
@@ -331,6 +375,7 @@ def _make_plan(
     if is_explained:
         why += [
             *_explain_reference(estimate),
+            *_explain_exchange(found, candidate),
             *_explain_batch(request, candidate),
             *_explain_nodes(candidate),
         ]
@@ -347,7 +392,7 @@ def _make_plan(
         ),
         data=request.profile,
         num_epochs=num_epochs,
-        effective_batch=strategy.micro_batch * strategy.grad_accum * strategy.world_size,
+        effective_batch=strategy.examples_per_step,
         estimate=estimate,
         cost=estimate_cost(
             gpu=group.node.gpu,
@@ -456,14 +501,31 @@ def _explain_reference(estimate: Estimate) -> Iterator[str]:
         )
 
 
+def _explain_exchange(found: StrategyFilter, candidate: Candidate) -> Iterator[str]:
+    """What GPUs that share rows send to each other."""
+    strategy, time = candidate.strategy, candidate.summary.time
+    if strategy.context_parallel == 1:
+        return
+    node = candidate.layout.group.node
+    links = find_links(node, network_bytes_per_second=found.network_bytes_per_second)
+    seconds = exchange_seconds(strategy, links, Exchange(num_bytes=time.exchanged_bytes))
+    yield (
+        f"{strategy.context_parallel} GPUs share each row: each sends "
+        f"{render_bytes(round(time.exchanged_bytes))} of heads and tokens to the others in a step, "
+        f"{render_seconds(seconds)} by its links"
+    )
+
+
 def _explain_batch(request: JobRequest, candidate: Candidate) -> Iterator[str]:
     s, wanted = candidate.strategy, request.effective_batch
-    got = s.micro_batch * s.grad_accum * s.world_size
+    got = s.examples_per_step
     if got > wanted:
         one = name_example(s)
         yield f"{s.world_size} GPUs take a {one} each at least: {got} per step, not {wanted}"
     elif got < wanted:
         gpus = "1 GPU" if s.world_size == 1 else f"{s.world_size} GPUs"
+        if s.context_parallel > 1:
+            gpus = f"{s.num_batches} x {s.context_parallel} GPUs"
         made_of = f"{gpus} x micro-batch {s.micro_batch} x {s.grad_accum}"
         yield f"{count_examples(s, got)} per step, not {wanted}: {made_of}"
 

@@ -13,6 +13,7 @@ from tightfit.core.optimizers import Optimizer
 from tightfit.core.settings import Loss, Method, Offload, Sharding
 from tightfit.core.strategy import Strategy
 from tightfit.estimation.flops import skips_masked_pairs
+from tightfit.estimation.job import count_inputs_for_host
 from tightfit.hardware.types import Gpu, Node, NodeGroup
 from tightfit.models.attention import list_proposed, needs_of
 from tightfit.models.families.registry import find_family
@@ -56,6 +57,9 @@ _KERNELS: tuple[_Fields, ...] = (
 )
 MAX_BATCH_LOSS_FRACTION = 0.05
 """How much smaller than asked a step may be for the sake of a rounder micro-batch."""
+MOST_MLP_TILES, LEAST_TILE_TOKENS = 8, 8192
+"""Tiles that the planner proposes. A wide MLP in eighths takes less than attention does, and each
+tile of a quantized one dequantizes its matrices anew."""
 _FULL_OPTIMIZERS = (Optimizer.ADAMW, *(one for one in Optimizer if one.is_8bit))
 
 
@@ -80,6 +84,8 @@ def list_layouts(group: NodeGroup, request: JobRequest, *, is_coarse: bool = Fal
     fixed = request.fixed
     if fixed.get("sharding") is Sharding.SINGLE:
         shapes = [(1, 1)]
+    if fixed.get("context_parallel", 1) != 1:
+        shapes = [shape for shape in shapes if shape != (1, 1)] or shapes
     if "num_nodes" in fixed or "gpus_per_node" in fixed:
         nodes, gpus = fixed.get("num_nodes"), fixed.get("gpus_per_node")
         shapes = [(_count(nodes, shape[0]), _count(gpus, shape[1])) for shape in shapes]
@@ -87,6 +93,18 @@ def list_layouts(group: NodeGroup, request: JobRequest, *, is_coarse: bool = Fal
         Layout(group=group, num_nodes=nodes, gpus_per_node=gpus)
         for nodes, gpus in dict.fromkeys(shapes)
     ]
+
+
+LEAST_SLICE_TOKENS = 2048
+"""Of a row, for each GPU that shares it: below, its kernels are too small to gain time."""
+
+
+def list_context_sizes(layout: Layout) -> list[int]:
+    """How many GPUs could share a row: powers of two, inside a node first, then whole nodes."""
+    gpus = layout.gpus_per_node
+    inside = [2**power for power in range(1, 17) if gpus % 2**power == 0]
+    nodes = [2**power for power in range(1, 17) if layout.num_nodes % 2**power == 0]
+    return [*inside, *(gpus * count for count in nodes)]
 
 
 def _count(stated: object, otherwise: int) -> int:
@@ -98,6 +116,7 @@ def enumerate_strategies(
     layout: Layout,
     *,
     is_coarse: bool = False,
+    context_parallel: int = 1,
     on_needless: Callable[[str, Strategy], None] | None = None,
 ) -> Iterator[Strategy]:
     """Every strategy of one layout at micro-batch 1, what is faster where it fits first.
@@ -111,6 +130,7 @@ def enumerate_strategies(
         "seq_len": request.planned_seq_len,
         "num_nodes": layout.num_nodes,
         "gpus_per_node": layout.gpus_per_node,
+        "context_parallel": context_parallel,
     }
     node = layout.group.node
     is_cpu = node.gpu.is_cpu
@@ -187,13 +207,33 @@ def _list_bases(request: JobRequest, strategy: Strategy, node: Node) -> list[Str
     return [dequantized] if strategy.fp8 else [dequantized, strategy]
 
 
+def list_long_row_levers(spec: ModelSpec, strategy: Strategy, node: Node) -> Iterator[_Fields]:
+    """What makes room beside recomputation and is not pulled yet, for rows that would not fit
+    otherwise: what costs least time first, each to be added to those before it.
+
+    Of a step of 32,768 tokens on one H200 inputs in host memory cost 0.3%, eight tiles 3.3%
+    (benchmarks/results/h200_long_rows.json).
+    """
+    if node.gpu.is_cpu:
+        return
+    most = strategy.count_recomputed(spec.num_layers) - 1
+    if strategy.offloaded_inputs == 0 and most > 0:
+        # As many as the host has room for.
+        most = min(most, count_inputs_for_host(spec, strategy, node.host_memory_bytes))
+        if most > 0:
+            yield {"offloaded_inputs": most}
+    if strategy.mlp_tiles == 1:
+        num_tiles = strategy.tokens_per_micro_batch // LEAST_TILE_TOKENS
+        yield {"mlp_tiles": min(MOST_MLP_TILES, max(2, num_tiles))}
+
+
 def list_micro_batches(request: JobRequest, strategy: Strategy) -> list[tuple[int, int]]:
     """(micro-batch, accumulation) pairs, smallest first.
 
     Micro-batch x accumulation x GPUs comes as near to the effective batch as it
     can without passing it; only more GPUs than sequences pass it.
     """
-    share = max(1, request.effective_batch // strategy.world_size)
+    share = max(1, request.effective_batch // strategy.num_batches)
     if "micro_batch" in request.fixed:
         sizes = [strategy.micro_batch]
     else:  # divisors, and powers of two that lose little
@@ -297,8 +337,7 @@ def _list_kernels(request: JobRequest, node: Node, *, is_coarse: bool) -> list[_
     if node.gpu.is_cpu:  # compiling takes minutes and gains a few percent
         return [kernels for kernels in _KERNELS if not kernels["compile"]][1:]
     if not is_coarse:
-        # Where there are fused kernels they were as fast or faster on every family measured, and a
-        # trace cannot follow compiled layers.
+        # Where there are fused kernels they were as fast or faster on every family measured.
         has_liger = find_family(request.spec.model_type).has_liger
         return [kernels for kernels in _KERNELS if not (has_liger and kernels["compile"])]
     trial = Strategy(method=Method.FULL, weights=Dtype.FP32, compute=Dtype.FP32, **_KERNELS[0])
@@ -329,7 +368,7 @@ def _list_attention(request: JobRequest, node: Node, *, is_coarse: bool) -> list
     found: list[_Fields] = [
         {"attention": kind, "packing": False, "seq_len": length} for kind in dict.fromkeys(kinds)
     ]
-    if request.profile is not None and not request.spec.is_encoder_decoder:
+    if _can_join_rows(request) and not request.spec.is_encoder_decoder:
         kinds = [best, *(kind for kind in others if kind.record.varlen == "always")]
         found += [{"attention": kind, "packing": True} for kind in dict.fromkeys(kinds)]
     stated = request.fixed.get("packing")
@@ -337,6 +376,14 @@ def _list_attention(request: JobRequest, node: Node, *, is_coarse: bool) -> list
     return [
         {**fields, "repeat_keys": repeated and fields["attention"] is best} for fields in wanted
     ]
+
+
+def _can_join_rows(request: JobRequest) -> bool:
+    """Whether packing would lay two rows into one sequence; else it costs time alone."""
+    profile = request.profile
+    if profile is None:
+        return False
+    return profile.num_packed_rows < profile.num_rows
 
 
 def _list_references(request: JobRequest, *, is_coarse: bool) -> list[_Fields]:

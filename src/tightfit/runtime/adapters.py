@@ -19,7 +19,7 @@ from tightfit.core.errors import (
     first_line,
 )
 from tightfit.core.reading import read_json_file
-from tightfit.core.settings import ALL_LINEAR, EXPERTS
+from tightfit.core.settings import ALL_LINEAR, EMBEDDINGS, EXPERTS
 from tightfit.core.strategy import Strategy, Training
 from tightfit.core.text import did_you_mean, printable
 from tightfit.models.families.parts import MAX_VOCAB
@@ -48,14 +48,16 @@ def add_adapters(model: PreTrainedModel, strategy: Strategy, training: Training)
     from peft import LoraConfig, TaskType, get_peft_model
     from transformers.pytorch_utils import Conv1D
 
+    from tightfit.runtime.embedding_adapters import share_adapter
     from tightfit.runtime.kernels.experts import group_adapters
     from tightfit.runtime.packed_experts import as_values
 
     targets = strategy.lora_targets
     if ALL_LINEAR not in targets:
-        _check_targets(model, targets)
+        _check_targets(model, tuple(name for name in targets if name != EMBEDDINGS))
     is_seq2seq = bool(model.config.is_encoder_decoder)
-    tying = _tie_copies(model) if strategy.train_embeddings else {}
+    has_embeddings = strategy.train_embeddings or strategy.adapts_embeddings
+    tying = _tie_copies(model, strategy) if has_embeddings else {}
     rows = _list_new_rows(model, strategy)
     make_config: Any = LoraConfig  # annotated too narrowly: alpha may be a fraction
     config = make_config(
@@ -79,6 +81,8 @@ def add_adapters(model: PreTrainedModel, strategy: Strategy, training: Training)
     with as_values(model, plain_dtype(strategy)), _without_peft_warnings():
         adapted: PeftModel = get_peft_model(model, config, autocast_adapter_dtype=False)
     group_adapters(adapted)
+    if strategy.adapts_embeddings and tying:
+        share_adapter(adapted)
     _cast_trained(adapted, strategy)
     return adapted
 
@@ -118,6 +122,12 @@ def save_adapter(model: PeftModel, folder: Path, state: dict[str, Any] | None = 
     Trained embeddings are among them as any module that was trained whole. By default peft asks the
     hub whether the vocabulary has grown, and then writes embeddings a second time.
     """
+    from tightfit.runtime.embedding_adapters import find_shared_head, list_shared_values
+
+    if find_shared_head(model) is not None:
+        # peft stores the adapter of a tied head beside that of the embeddings.
+        values = model.state_dict() if state is None else state
+        state = values | list_shared_values(model, values)
     if state is not None:
         # Each tied value under all its names, as peft looks them up.
         first = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -201,8 +211,8 @@ def _is_tied(model: Any) -> bool:
     return bool(head is not None and head.weight is model.get_input_embeddings().weight)
 
 
-def _tie_copies(model: PreTrainedModel) -> dict[str, Any]:
-    """peft's option to train one copy for tied embeddings and head."""
+def _tie_copies(model: PreTrainedModel, strategy: Strategy) -> dict[str, Any]:
+    """peft's option to train one copy, or one adapter, for tied embeddings and head."""
     from peft import LoraConfig
     from peft.utils.constants import EMBEDDING_LAYER_NAMES
 
@@ -210,8 +220,10 @@ def _tie_copies(model: PreTrainedModel) -> dict[str, Any]:
     if model.config.is_encoder_decoder or (_is_tied(model) and not is_known):
         raise UsageError(
             f"{model.config.model_type} uses one matrix in several places, and peft would train "
-            "a copy of one of them alone.",
-            remedy="--set train_embeddings=false, or --method full",
+            f"{'an adapter' if strategy.adapts_embeddings else 'a copy'} of one of them alone.",
+            remedy=f"--set lora_targets={ALL_LINEAR}"
+            if strategy.adapts_embeddings
+            else "--set train_embeddings=false, or --method full",
         )
     if not _is_tied(model):
         return {}
@@ -241,20 +253,22 @@ def _list_targets(model: Any, targets: tuple[str, ...]) -> str | list[str]:
     For some mixtures it takes `all-linear`, and the names that the parts of an expert had before
     transformers 5, for their experts as well.
     """
+    embeddings = embedding_names(model) if EMBEDDINGS in targets else []
     if ALL_LINEAR not in targets:
-        return list(targets)
-    experts = _names_for_experts(model.config.model_type)
-    if EXPERTS in targets or not experts:
+        return [*(name for name in targets if name != EMBEDDINGS), *embeddings]
+    experts = set() if EXPERTS in targets else _names_for_experts(model.config.model_type)
+    if not experts and not embeddings:
         return ALL_LINEAR
     from torch import nn
+    from transformers.pytorch_utils import Conv1D
 
     head = model.get_output_embeddings()
     linears = [
         name.rpartition(".")[2]
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not head
+        if isinstance(module, nn.Linear | Conv1D) and module is not head
     ]
-    return [name for name in dict.fromkeys(linears) if name not in experts]
+    return [*(name for name in dict.fromkeys(linears) if name not in experts), *embeddings]
 
 
 def _list_expert_targets(model: Any, targets: tuple[str, ...]) -> list[str]:

@@ -31,6 +31,8 @@ def silence_libraries() -> None:
     # All files are local by now; some libraries look for kernels on the hub.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about missing kernels
+    # Any handler of the root logger would format every graph that is captured.
+    logging.getLogger("torch.__trace").propagate = False
     # torch's warning, with its stack, on ARM processors without bf16.
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed, switching to BLAS")
     import torch

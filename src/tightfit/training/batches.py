@@ -451,8 +451,8 @@ class BatchLoader:
     def _make_step(self, step: int) -> StepBatches:
         items = self._sampler.deal(
             step,
-            rank=self._context.rank,
-            world_size=self._context.world_size,
+            rank=self._context.batch_rank,
+            world_size=self._context.num_batch_ranks,
             micro_batch=self._micro_batch,
         )
         batches = [self._make(chunk, items.nll_weight) for chunk in items.micro_batches]

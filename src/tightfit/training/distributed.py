@@ -25,6 +25,22 @@ class DistContext:
     world_size: int
     local_world_size: int
     device: torch.device
+    context_parallel: int = 1
+    """Ranks that share each row, and so have the same batches: consecutive ones."""
+
+    @property
+    def batch_rank(self) -> int:
+        """Of the ranks that share its rows, among all that take batches."""
+        return self.rank // self.context_parallel
+
+    @property
+    def num_batch_ranks(self) -> int:
+        return max(1, self.world_size // self.context_parallel)
+
+    @property
+    def counts_batch(self) -> bool:
+        """Whether sums over ranks take a batch's counts from this one of those that have it."""
+        return self.rank % self.context_parallel == 0
 
     @property
     def is_first(self) -> bool:

@@ -11,6 +11,7 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,7 @@ class TrainLoop:
     ) -> None:
         """Do everything up to the first step, including a warm-up step on the longest batch."""
         assert plan.training is not None
+        context = replace(context, context_parallel=plan.strategy.context_parallel)
         self.run, self.plan, self.context = run, plan, context
         self.training = training = plan.training
         self.is_stop_requested = is_stop_requested
@@ -366,7 +368,7 @@ def warm_up_step(engine: TrainEngine, batch: Batch, context: DistContext) -> flo
         engine.backward(loss / max(1, batch["labels"].numel()))
         engine.optimizer.zero_grad(set_to_none=True)
         del placeholder
-    num_trained = count_divisor(batch)
+    num_trained = count_divisor(batch) * context.counts_batch
     loss_sum, count = sum_over_ranks(float(loss.detach()), num_trained, device=context.device)
     mean = loss_sum / max(1.0, count)
     if not math.isfinite(mean):
@@ -511,8 +513,8 @@ def evaluate(
     is_encoder_decoder = store.description.is_encoder_decoder
 
     def read_batches() -> Iterator[Batch]:
-        for first in range(0, len(chunks), context.world_size):
-            at = first + context.rank
+        for first in range(0, len(chunks), context.num_batch_ranks):
+            at = first + context.batch_rank
             chunk = chunks[min(at, len(chunks) - 1)]
             batch = maker.make([(row,) for row in chunk], nll_weight=nll_weight)
             yield to_device(batch if at < len(chunks) else without_loss(batch), context)
@@ -523,8 +525,9 @@ def evaluate(
         if maker.needs_kl:
             kl = measure_kl(engine, read_batches(), num_examples=len(order))
         for batch in read_batches():
-            num_trained += count_trained(batch, is_encoder_decoder=is_encoder_decoder)
-            divisor += count_divisor(batch, is_encoder_decoder=is_encoder_decoder)
+            if context.counts_batch:
+                num_trained += count_trained(batch, is_encoder_decoder=is_encoder_decoder)
+                divisor += count_divisor(batch, is_encoder_decoder=is_encoder_decoder)
             scored = batch if kl is None else with_kl(batch, kl)
             loss_sum += float(engine.module(**scored))
     sums = [] if preference is None else preference.take().tolist()

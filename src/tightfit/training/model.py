@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 from importlib import import_module
 from inspect import signature
 from types import MethodType
@@ -13,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import Optimizer
-from torch.utils.checkpoint import checkpoint
 
 from tightfit.core.errors import SetupError
 from tightfit.core.objectives import Objective as ObjectiveKind
@@ -25,6 +23,7 @@ from tightfit.estimation.weights import can_fuse_trained_projections, uses_augme
 from tightfit.models.families.registry import find_family
 from tightfit.runtime.adapters import add_adapters
 from tightfit.runtime.attention import check_packable
+from tightfit.runtime.embedding_adapters import head_weight
 from tightfit.runtime.kernels.fp8 import use_fp8
 from tightfit.runtime.kernels.fused_lora import (
     fuse_lora,
@@ -40,6 +39,8 @@ from tightfit.runtime.layers import (
 )
 from tightfit.runtime.packed_masks import hand_positions_to_masks
 from tightfit.training.batches import IGNORED
+from tightfit.training.context_parallel import find_context, share_rows
+from tightfit.training.recompute import recompute_as_planned
 from tightfit.training.routing import Routing, mark_tokens
 
 _LOGIT_CHANGES = (
@@ -116,6 +117,11 @@ class Objective(nn.Module):
         targets = labels[:, 1:][wanted]
         # A rank that has no rows left repeats some without loss.
         is_counted = len(targets) > 0
+        context = find_context(model)
+        if context is not None:
+            labels, following, lengths, inputs = context.cut_batch(labels, lengths, inputs)
+            wanted = following != IGNORED
+            targets = following[wanted]
         found = self._predict(self.model, wanted, labels, lengths, inputs, is_counted=is_counted)
         if self._loss is Loss.FUSED and found.head is not None:
             loss = _fused_loss(
@@ -145,11 +151,15 @@ class Objective(nn.Module):
             outputs, balance = call(**inputs, use_cache=False), None
         else:
             is_token = inputs.get("attention_mask", mark_tokens(labels, lengths))
-            outputs, balance = self.routing.run(call, inputs, is_token, is_counted=is_counted)
+            outputs, balance = self.routing.run(
+                call, inputs, is_token, is_counted=is_counted, context=find_context(model)
+            )
+        # All but the last, which predicts nothing; all of a slice of a row.
+        num_places = wanted.shape[1]
         if not is_plain:
-            return Predictions(outputs.logits[:, :-1][wanted], None, None, balance)
+            return Predictions(outputs.logits[:, :num_places][wanted], None, None, balance)
         softcap = getattr(model.config.get_text_config(), "final_logit_softcapping", None)
-        hidden = outputs.last_hidden_state[:, :-1][wanted]
+        hidden = outputs.last_hidden_state[:, :num_places][wanted]
         return Predictions(hidden, model.get_output_embeddings(), softcap, balance)
 
     def _sum_losses(self, logits: Tensor, targets: Tensor) -> Tensor:
@@ -186,8 +196,9 @@ def _fused_loss(
     head: Any, hidden: Tensor, targets: Tensor, softcap: float | None, loss_chunk_factor: int
 ) -> Tensor:
     """Liger's head and loss in one kernel, chunk by chunk, without the full logits."""
+    weight = head_weight(head)
     if not len(targets):
-        nothing: Tensor = (head.weight.sum() + hidden.sum()) * 0.0
+        nothing: Tensor = (weight.sum() + hidden.sum()) * 0.0
         return nothing
     from liger_kernel.transformers import functional
 
@@ -197,7 +208,7 @@ def _fused_loss(
     if loss_chunk_factor > 1 and "chunk_mem_const" in signature(chunked).parameters:
         total: Tensor = chunked(
             hidden,
-            head.weight,
+            weight,
             targets,
             bias,
             reduction="sum",
@@ -208,7 +219,7 @@ def _fused_loss(
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
     loss = LigerFusedLinearCrossEntropyLoss(reduction="sum", softcap=softcap)
-    summed: Tensor = loss(head.weight, hidden, targets, bias)
+    summed: Tensor = loss(weight, hidden, targets, bias)
     return summed
 
 
@@ -225,6 +236,7 @@ def prepare_model(model: Any, strategy: Strategy, training: Training) -> Any:
         check_packable(model)
         if not find_family(model.config.model_type).mask_reads_positions:
             hand_positions_to_masks(model)
+    share_rows(model, strategy)
     if strategy.fused_kernels:
         apply_fused_kernels(model)
     if strategy.dequantized_base:
@@ -245,14 +257,13 @@ def prepare_model(model: Any, strategy: Strategy, training: Training) -> Any:
         fuse_trained_projections(model)
     # In eval mode bitsandbytes repacks weights into a layout without gradients.
     model.train()
-    layers = decoder_layers(find_decoder(model))
     if strategy.compile:
         # Layer by layer: all share one graph, and wrappers stay outside of it.
-        for layer in layers:
+        for layer in decoder_layers(find_decoder(model)):
             # A bound method: a deep copy of the model binds it to the copied layer.
             forward: Any = layer.forward
             layer.forward = MethodType(torch.compile(forward.__func__), layer)
-    recompute_layers(layers[: strategy.count_recomputed(len(layers))])
+    recompute_as_planned(model, strategy)
     return model
 
 
@@ -266,16 +277,6 @@ def disable_dropout(model: nn.Module) -> None:
         for name, value in vars(part).items():
             if "drop" in name and isinstance(value, float):
                 setattr(part, name, 0.0)
-
-
-def recompute_layers(layers: list[nn.Module]) -> None:
-    """Activation checkpointing: keep only these layers' inputs, and recompute in backward.
-
-    Wraps `forward`, not `__call__`, so that FSDP gathers a layer once for recomputation and
-    backward together. Non-reentrant, so that frozen embeddings need no gradient.
-    """
-    for layer in layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
 def build_optimizer(

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from tightfit.core.strategy import Strategy
+from tightfit.runtime.kernels.tiled_mlp import CURRENT_TILE
+from tightfit.training.context_parallel import ContextParallel
 
 
 class RoutingSums(NamedTuple):
@@ -72,8 +74,10 @@ class Routing:
         is_token: Tensor,
         *,
         is_counted: bool,
+        context: ContextParallel | None = None,
     ) -> tuple[Any, Tensor | None]:
-        """The outputs of a forward pass in training, and its router loss where wanted."""
+        """The outputs of a forward pass in training, and its router loss where wanted: of whole
+        rows, where `context` shares them."""
         if self._expert_tokens is None:
             self._expert_tokens = torch.zeros(
                 self._shape, dtype=torch.int64, device=is_token.device
@@ -85,7 +89,27 @@ class Routing:
             outputs = call(**inputs, use_cache=False, output_router_logits=True)
         finally:
             self._is_token = None
+        if context is not None:
+            return outputs, self._balance_shared(outputs.router_logits, is_token, context)
         return outputs, self._balance(outputs.router_logits, is_token)
+
+    def _balance_shared(
+        self, router_logits: tuple[Tensor, ...], is_token: Tensor, context: ContextParallel
+    ) -> Tensor:
+        """The same value from the sums over the ranks that share the rows."""
+        weights = is_token.reshape(-1).float()
+        num_experts = router_logits[0].shape[-1]
+        chosen = probabilities = weights.new_zeros(num_experts)
+        for logits in router_logits:
+            shares = logits.softmax(dim=-1)
+            experts = shares.topk(self._num_choices, dim=-1).indices.reshape(-1)
+            sent = weights.repeat_interleave(self._num_choices)
+            chosen = chosen.scatter_add(0, experts, sent)
+            probabilities = probabilities + (shares.float() * weights[:, None]).sum(dim=0)
+        num_tokens = len(router_logits) * weights.sum()
+        sums = context.sum_over_group(torch.cat([chosen, probabilities, num_tokens[None]]))
+        chosen, probabilities = sums[:num_experts], sums[num_experts:-1]
+        return num_experts * (chosen * probabilities).sum() / sums[-1].square()
 
     def _balance(self, router_logits: tuple[Tensor, ...], is_token: Tensor) -> Tensor:
         # Every family's modelling file has the same function.
@@ -107,7 +131,10 @@ class Routing:
         if self._is_token is None or self._expert_tokens is None:
             return
         chosen: Tensor = inputs[1]
-        tokens = self._is_token.to(torch.int64).reshape(-1, 1).expand(chosen.shape)
+        is_token = self._is_token.reshape(-1)
+        for tile in CURRENT_TILE:
+            is_token = is_token[tile]
+        tokens = is_token.to(torch.int64).reshape(-1, 1).expand(chosen.shape)
         self._expert_tokens[layer].scatter_add_(0, chosen.reshape(-1), tokens.reshape(-1))
 
     def take(self) -> RoutingSums | None:

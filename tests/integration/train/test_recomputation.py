@@ -11,7 +11,7 @@ from torch import nn
 
 from shard_cases import Trainer, lone_place, make_model, make_plan, make_store
 from tightfit.runtime.layers import decoder_layers
-from tightfit.training.model import recompute_layers
+from tightfit.training.recompute import recompute_layers
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": 2},
@@ -69,15 +69,21 @@ def _count_calls(layers: list[nn.Module]) -> list[int]:
     return calls
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_recomputes_the_same_numbers(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "is_offloaded"),
+    [*((family, False) for family in FAMILIES), ("gpt2", True), ("opt", True), ("t5", True)],
+)
+def test_every_family_recomputes_the_same_numbers(family: str, is_offloaded: bool) -> None:
     model = _build(family)
     layers = decoder_layers(model)
     assert len(layers) == (6 if family == "t5" else 3)
     loss, gradients = _gradients(model)
 
     calls = _count_calls(layers)
-    recompute_layers(layers[:2])
+    if is_offloaded:
+        recompute_layers(layers[:2], num_offloaded=1, num_tokens=16)
+    else:
+        recompute_layers(layers[:2])
     again_loss, again = _gradients(model)
 
     assert calls == [2, 2, *[1] * (len(layers) - 2)]
@@ -93,6 +99,7 @@ def test_every_family_recomputes_the_same_numbers(family: str) -> None:
         ({"checkpointing": False}, [1, 1, 1, 1]),
         ({"checkpointing": True}, [2, 2, 2, 2]),
         ({"checkpointing": True, "recomputed_layers": 3}, [2, 2, 2, 1]),
+        ({"checkpointing": True, "offloaded_inputs": 3}, [2, 2, 2, 2]),
         ({"checkpointing": True, "recomputed_layers": 1}, [2, 1, 1, 1]),
     ],
 )
@@ -107,6 +114,22 @@ def test_the_plan_names_how_many(
     trainer.train(0, 1)
 
     assert calls == expected
+
+
+def test_host_copies_serve_every_step_and_longer_rows() -> None:
+    """Of one model, rows of two lengths twice over: the longer ones get larger buffers."""
+    plain, offloaded = _build("llama"), _build("llama")
+    recompute_layers(decoder_layers(offloaded), num_offloaded=2, num_tokens=8)
+    for length in (8, 16, 8, 16):
+        ids = torch.arange(3, 3 + length)[None]
+        for model in (plain, offloaded):
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    for (name, ours), theirs in zip(offloaded.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, msg=name)
+
+    offloaded(input_ids=ids, use_cache=False)
+    with pytest.raises(RuntimeError, match="second forward pass"):
+        offloaded(input_ids=ids, use_cache=False)
 
 
 def test_evaluation_recomputes_nothing(tmp_path: Path) -> None:

@@ -30,9 +30,11 @@ from tightfit.data.token_store import TokenStore
 from tightfit.runs.run_folder import RunFolder
 from tightfit.runtime.layers import decoder_layers
 from tightfit.runtime.packed_experts import list_packed
+from tightfit.training.batches import BatchMaker, choose_collate
 from tightfit.training.checkpoint import Progress, find_checkpoint, read_progress, write_checkpoint
 from tightfit.training.distributed import DistContext, destroy_dist_context, init_dist_context
 from tightfit.training.engine import build_engine
+from tightfit.training.loop import evaluate, warm_up_step
 from tightfit.training.reference import precompute_reference
 from tightfit.training.sharding import Sharder
 
@@ -70,6 +72,24 @@ SHARDED_PREFERENCES: dict[str, dict[str, Any]] = {
     "fsdp": {"sharding": "fsdp", "checkpointing": True},
 }
 NUM_PREFERENCE_STEPS = 6
+SHARED_ROWS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "one-key-head": ("multi-query", {}, {"sharding": "ddp"}),
+    "packed": (
+        "model",
+        {"packing": True},
+        {"sharding": "fsdp", "checkpointing": True, "micro_batch": 1},
+    ),
+    "windows-softcaps": (
+        "gemma2",
+        {"packing": True, "attention": "eager", "lora_targets": ("q_proj",), "method": "lora"},
+        {"sharding": "fsdp"},
+    ),
+    "sinks": ("gpt_oss", {"attention": "eager"}, {"sharding": "ddp"}),
+    "mixture": ("mixture", MIXTURE, {"sharding": "ddp"}),
+    "zero": ("model", {"checkpointing": True}, {"sharding": "zero3"}),
+}
+"""Model, its settings, and those of two processes that share rows."""
+NUM_SHARED_STEPS, SHARED_STOP = 4, 2
 FIRST_STOP, SECOND_STOP = 8, 14
 
 
@@ -123,7 +143,36 @@ def single(part: Part) -> None:
     trainer = part.trainer("lacking", **NEW_ROWS)
     part.keep("rows-single", trainer, trainer.train(0, NUM_STEPS))
     _train_mixture(part, "mixture-single", {})
+    _share_rows(part, is_alone=True)
     _train_preferences(part, "single", {})
+
+
+def _share_rows(part: Part, *, is_alone: bool) -> None:
+    """Losses, the norm of gradients, loads of experts, weights, and the loss of evaluation."""
+    for name, (model, settings, changes) in SHARED_ROWS.items():
+        shared = changes | {"context_parallel": 2}
+        trainer = part.trainer(model, **(settings if is_alone else settings | shared))
+        losses = trainer.train(0, SHARED_STOP)
+        if name == "packed" and not is_alone:
+            part.save(name, trainer, SHARED_STOP)
+        losses += trainer.train(SHARED_STOP, NUM_SHARED_STEPS)
+        key = f"shared-{name}"
+        part.keep(f"{key}-alone" if is_alone else key, trainer, losses)
+        evaluated = evaluate(
+            trainer.engine,
+            part.store,
+            BatchMaker(part.store, choose_collate(part.store.description, is_packed=False)),
+            step=0,
+            micro_batch=2,
+            context=trainer.context,
+        )
+        longest = trainer.maker.make(trainer.sampler.longest(2))
+        part.notes[f"{key}-alone" if is_alone else key] |= {
+            "norms": [step.grad_norm for step in trainer.metrics],
+            "routing": [(step.router_loss, step.expert_load_max) for step in trainer.metrics],
+            "evaluated": [evaluated.loss, evaluated.num_trained_tokens],
+            "warm-up": warm_up_step(trainer.engine, longest, trainer.context),
+        }
 
 
 def _train_preferences(part: Part, suffix: str, changes: dict[str, Any]) -> None:
@@ -181,6 +230,8 @@ def many(part: Part) -> None:
         _train_mixture(part, f"mixture-{name}", changes)
     for name, changes in SHARDED_PREFERENCES.items():
         _train_preferences(part, name, changes)
+    _share_rows(part, is_alone=False)
+    part.notes["refusal"] = _refuse_heads(part)
     part.notes["overflow"] = _overflow_on_one_rank(part)
     part.notes["packed"] = _pack(part, "model")
     part.notes["packed-mixture"] = _pack(part, "mixture")
@@ -195,12 +246,16 @@ def resume_alone(part: Part) -> None:
         part.save(method, trainer, SECOND_STOP)
 
 
-def resume_on_three(part: Part) -> None:
-    """From one rank to three, each method with the sharding that it did not start with."""
+def resume_on_four(part: Part) -> None:
+    """From one rank to four, each method with the sharding that it did not start with; and from two
+    ranks that share rows to two batches of two each."""
     for method, sharding in (("full", "ddp"), ("lora", "fsdp")):
         trainer = part.trainer(method=method, sharding=sharding)
         assert part.resume(method, trainer) == SECOND_STOP
         part.keep(f"{method}-resumed", trainer, trainer.train(SECOND_STOP, NUM_STEPS))
+    trainer = part.trainer(packing=True, sharding="fsdp", context_parallel=2)
+    assert part.resume("packed", trainer) == SHARED_STOP
+    part.keep("shared-resumed", trainer, trainer.train(SHARED_STOP, NUM_SHARED_STEPS))
 
 
 def _describe_wrapping(trainer: Trainer) -> dict[str, Any]:
@@ -230,6 +285,16 @@ def _describe_wrapping(trainer: Trainer) -> dict[str, Any]:
         "offload": policy,
         "device": first.device.type,
     }
+
+
+def _refuse_heads(part: Part) -> list[str]:
+    """Three heads over two processes."""
+    trainer = part.trainer("three-heads", sharding="ddp", context_parallel=2)
+    try:
+        trainer.train(0, 1)
+    except UserError as error:
+        return [error.problem, error.remedy]
+    return []
 
 
 def _overflow_on_one_rank(part: Part) -> dict[str, Any]:
@@ -337,7 +402,7 @@ PARTS = {
     "single": single,
     "many": many,
     "resume-alone": resume_alone,
-    "resume-on-three": resume_on_three,
+    "resume-on-four": resume_on_four,
 }
 
 

@@ -18,9 +18,18 @@ from shard_worker import (
     PREFERENCES,
     SHARDED_MIXTURE,
     SHARDED_PREFERENCES,
+    SHARED_ROWS,
+    SHARED_STOP,
 )
 
-from shard_cases import NUM_STEPS, VOCABULARY, make_mixture, make_model, make_store
+from shard_cases import (
+    NUM_STEPS,
+    VOCABULARY,
+    make_family,
+    make_mixture,
+    make_model,
+    make_store,
+)
 from tightfit.core.objectives import ExampleKind
 
 WORKER = Path(__file__).with_name("shard_worker.py")
@@ -62,11 +71,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_store(folder / "pairs", num_rows=22, example=ExampleKind.PAIR)
     make_store(folder / "labelled", example=ExampleKind.LABELLED)
     make_model(folder / "large", hidden_size=512, intermediate_size=1536, num_hidden_layers=16)
+    make_model(folder / "multi-query", num_key_value_heads=1)
+    make_model(folder / "three-heads", hidden_size=48, num_attention_heads=3, num_key_value_heads=3)
+    for family in ("gemma2", "gpt_oss"):
+        make_family(folder / family, family)
     started = [("single", _start("single", folder, 1)), ("many", _start("many", folder, 2))]
     for part, process in started:
         _finish(process, part, folder)
     _finish(_start("resume-alone", folder, 1), "resume-alone", folder)
-    _finish(_start("resume-on-three", folder, 3), "resume-on-three", folder)
+    _finish(_start("resume-on-four", folder, 4), "resume-on-four", folder)
     return folder
 
 
@@ -146,11 +159,41 @@ def test_a_mixture_is_balanced_and_counted_over_all_ranks(folder: Path, name: st
     assert all(load > 1 for _, load, _ in alone["routing"])  # not even by chance
 
 
+@pytest.mark.parametrize("name", SHARED_ROWS)
+def test_processes_that_share_rows_learn_what_one_learns(folder: Path, name: str) -> None:
+    alone = _notes(folder, "single")[f"shared-{name}-alone"]
+    every = [_notes(folder, "many", rank)[f"shared-{name}"] for rank in range(2)]
+
+    for shared in every:
+        assert shared["losses"] == pytest.approx(alone["losses"], abs=TOLERANCE)
+        assert shared["norms"] == pytest.approx(alone["norms"], rel=1e-4)
+        assert shared["evaluated"] == pytest.approx(alone["evaluated"], abs=TOLERANCE)
+        assert shared["warm-up"] == pytest.approx(alone["warm-up"], abs=TOLERANCE)
+        for found, wanted in zip(shared["routing"], alone["routing"], strict=True):
+            assert found == pytest.approx(wanted, abs=1e-4)
+    _assert_same_tensors(folder, f"shared-{name}", f"shared-{name}-alone")
+
+
+def test_a_run_of_shared_rows_goes_on_with_more_processes(folder: Path) -> None:
+    alone = _notes(folder, "single")["shared-packed-alone"]["losses"]
+    resumed = _notes(folder, "resume-on-four")["shared-resumed"]["losses"]
+
+    assert resumed == pytest.approx(alone[SHARED_STOP:], abs=TOLERANCE)
+    _assert_same_tensors(folder, "shared-resumed", "shared-packed-alone")
+
+
+def test_heads_that_cannot_be_spread_are_refused(folder: Path) -> None:
+    problem, remedy = _notes(folder, "many")["refusal"]
+
+    assert "3 attention heads" in problem
+    assert remedy == "--set context_parallel=1"
+
+
 @pytest.mark.parametrize("method", METHODS)
-def test_a_run_moves_from_two_processes_to_one_to_three(folder: Path, method: str) -> None:
+def test_a_run_moves_from_two_processes_to_one_to_four(folder: Path, method: str) -> None:
     uninterrupted = _notes(folder, "single")[f"{method}-single"]["losses"]
-    on_three = _notes(folder, "resume-on-three")[f"{method}-resumed"]["losses"]
-    resumed = [*_notes(folder, "resume-alone")[method], *on_three]
+    on_four = _notes(folder, "resume-on-four")[f"{method}-resumed"]["losses"]
+    resumed = [*_notes(folder, "resume-alone")[method], *on_four]
 
     assert resumed == pytest.approx(uninterrupted[-len(resumed) :], abs=TOLERANCE)
     _assert_same_tensors(folder, f"{method}-resumed", f"{method}-single")

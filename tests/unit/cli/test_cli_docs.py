@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import re
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -39,11 +40,17 @@ def test_the_page_is_what_help_prints() -> None:
         assert re.search(rf"(?<![\w-]){re.escape(option)}(?![\w-])", page), f"{option}: {remedy}"
 
 
-def list_options() -> set[str]:
+@cache
+def list_options() -> frozenset[str]:
     command = typer.main.get_command(build_app())
     verbs = command.commands.values()  # type: ignore[attr-defined]
-    return {name for verb in verbs for p in verb.params for name in (*p.opts, *p.secondary_opts)
-            if name.startswith("--")}  # fmt: skip
+    return frozenset(
+        name
+        for verb in verbs
+        for p in verb.params
+        for name in (*p.opts, *p.secondary_opts)
+        if name.startswith("--")
+    )
 
 
 def test_every_verb_has_help_json_and_worked_examples() -> None:

@@ -396,6 +396,26 @@ class TestWholeRuns:
         reported = run("train", str(job), "--json").json
         assert (reported["exit_code"], reported["report"]["status"]) == (0, "finished")
 
+    def test_a_run_whose_command_died_after_the_last_step_is_concluded_once(
+        self, run: Run, job: Path, tmp_path: Path
+    ) -> None:
+        from tightfit.runs.store import ledger_path, read_outcomes
+
+        assert run("train", str(job)).code == 0
+        folder, rows = RunFolder(path=tmp_path / "out"), read_outcomes()
+        assert len(rows) == 1
+        for is_stored in (True, False):
+            folder.html_path.unlink()
+            folder.report_path.unlink(missing_ok=True)
+            if not is_stored:
+                ledger = ledger_path()
+                assert ledger is not None
+                ledger.unlink()
+            assert run("train", str(job)).code == 0
+            assert folder.html_path.is_file()
+            assert folder.report_path.is_file()
+            assert read_outcomes() == rows
+
     def test_the_same_command_goes_on_after_a_death(
         self, run: Run, job: Path, tmp_path: Path
     ) -> None:

@@ -63,7 +63,9 @@ def test_commented_parts_of_the_example_are_valid_too(write: Write) -> None:
         ("train", 2.0, None),
         ("train", 1.0, "10%"),
         ("eval", 1.0, None),
+        ("train", 1.0, None),
     ]
+    assert str(recipe.data[-1].tools).endswith("/tools.json")
     assert recipe.fixed_strategy()["micro_batch"] == 4
     assert recipe.fixed_strategy()["dora"] is True
     assert recipe.eval_every == 200

@@ -13,15 +13,18 @@ from tightfit.estimation.communication import (
     INSIDE_LATENCY_SECONDS,
     Links,
     Payload,
+    count_exchanged_bytes,
     describe_network,
     estimate_offload,
     estimate_transfers,
+    exchange_seconds,
     exposed_seconds,
     find_links,
     gather_seconds,
 )
 from tightfit.hardware.catalogue import find_gpu
 from tightfit.hardware.types import Node
+from tightfit.models.resolve import resolve_model
 
 LINKS = Links(inside=100e9, network=10e9, host=20e9, host_memory=60e9)
 PAYLOAD = Payload(
@@ -38,6 +41,37 @@ def test_ring_moves_all_but_its_own_share() -> None:
     seconds = gather_seconds(8e9, LINKS, num_nodes=1, gpus_per_node=8)
 
     assert seconds == pytest.approx(7e9 / 100e9 + INSIDE_LATENCY_SECONDS)
+
+
+def test_shared_rows_exchange_heads_for_tokens() -> None:
+    """Llama-2-7B: 32 heads of 128 in 32 layers; of 8 GPUs each sends seven eighths of its slice of
+    queries, keys, values and results, and of as many gradients."""
+    spec = resolve_model("Llama-2-7b")
+    shared = job(Sharding.FSDP, context_parallel=8)
+    found = count_exchanged_bytes(spec, shared, tokens=1000, num_passes=2)
+
+    assert found.num_bytes == 2 * 2 * 1000 * 32 * (4 * 32 * 128) * 7 / 8
+    assert found.num_calls == 2 * 32 * 4
+    latency = found.num_calls * INSIDE_LATENCY_SECONDS
+    assert exchange_seconds(shared, LINKS, found) == pytest.approx(
+        found.num_bytes / 100e9 + latency
+    )
+    # Over two nodes four of seven parts leave the node, those of its 4 GPUs through one network.
+    apart = job(Sharding.FSDP, context_parallel=8, num_nodes=2, gpus_per_node=4)
+    assert exchange_seconds(apart, LINKS, found) == pytest.approx(
+        4 * found.num_bytes * 4 / 7 / 10e9, rel=0.03
+    )
+    # Grouped keys are repeated until each GPU has one: 16 GPUs make 16 of 8.
+    grouped = resolve_model("Llama-3.1-8B")
+    few, many = (
+        count_exchanged_bytes(
+            grouped, job(Sharding.FSDP, context_parallel=size), tokens=1000, num_passes=1
+        )
+        for size in (8, 16)
+    )
+    assert few.num_bytes == 2 * 1000 * 32 * (64 + 16) * 128 * 7 / 8
+    assert many.num_bytes == 2 * 1000 * 32 * (64 + 32) * 128 * 15 / 16
+    assert exchange_seconds(job(Sharding.FSDP), LINKS, found) == 0
 
 
 def test_all_reduce_costs_two_gathers() -> None:

@@ -34,7 +34,7 @@ def _check_ladder(plan: Plan) -> None:
     need = plan.estimate.gpu.peak_reserved_bytes
     for fallback in list_fallbacks(plan):
         s = fallback.strategy
-        assert s.micro_batch * s.grad_accum * s.world_size == plan.effective_batch
+        assert s.examples_per_step == plan.effective_batch
         assert fallback.effective_batch == plan.effective_batch
         for name in KEPT:
             assert getattr(s, name) == getattr(plan.strategy, name), name
@@ -68,7 +68,7 @@ def test_the_order_is_chunks_then_batch_then_recomputing_then_offload() -> None:
     plan = _plan("A100-80GB", 1, method="lora", fixed={"checkpointing": False})
     _check_ladder(plan)
     changes = [fallback.why[0] for fallback in list_fallbacks(plan)]
-    words = ["chunks", "micro-batch", "checkpointing", "offload"]
+    words = ["chunks", "micro-batch", "checkpointing", "host memory", "MLPs in tiles", "offload"]
     kinds = [next(word for word in words if word in change) for change in changes]
     assert kinds == sorted(kinds, key=words.index)
     assert set(kinds) == set(words)
@@ -95,6 +95,7 @@ def test_a_cpu_has_nowhere_to_offload_to() -> None:
 
 def test_the_last_resort_has_no_further_step() -> None:
     fixed = {"micro_batch": 1, "checkpointing": True, "loss": "fused"}
+    fixed |= {"mlp_tiles": 2, "offloaded_inputs": 31}
     plan = _plan("A100-80GB", 1, method="lora", fixed=fixed)
     [only] = list_fallbacks(plan)
     assert only.strategy.offload is Offload.ALL
@@ -106,3 +107,18 @@ def test_odd_batches_are_divided_evenly(batch: int) -> None:
     plan = _plan("A100-80GB", 1, method="lora", effective_batch=batch, seq_len=256)
     _check_ladder(plan)
     assert list_fallbacks(plan)
+
+
+def test_long_rows_are_shared_by_more_gpus_before_weights_go_to_the_host() -> None:
+    plan = _plan(
+        "A100-80GB",
+        8,
+        seq_len=65_536,
+        effective_batch=8,
+        fixed={"sharding": "ddp", "method": "lora", "gpus_per_node": 8},
+    )
+    _check_ladder(plan)
+    sizes = [fallback.strategy.context_parallel for fallback in list_fallbacks(plan)]
+
+    assert {2, 4, 8} <= set(sizes)
+    assert sizes == sorted(sizes)

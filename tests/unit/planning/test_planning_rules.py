@@ -33,9 +33,11 @@ _BF16: dict[str, Any] = {"weights": "bf16", "compute": "bf16", "adapter_dtype": 
 _FP16: dict[str, Any] = {"weights": "fp32", "compute": "fp16"}
 _FOLDED: dict[str, Any] = {"method": "lora", "fused_lora": True}
 _FP8: dict[str, Any] = _BF16 | {"fp8": True}
+_TILES: dict[str, Any] = {"checkpointing": True, "mlp_tiles": 4}
 _FP8_GRADIENTS: dict[str, Any] = _BF16 | {"fp8_gradients": True}
 _NF4: dict[str, Any] = {"method": "lora", "weights": "nf4", "compute": "fp16"}
 _UNPACKED: dict[str, Any] = {**_NF4, "dequantized_base": True}
+_SHARED: dict[str, Any] = {"sharding": "ddp", "gpus_per_node": 4, "context_parallel": 2}
 _INT8: dict[str, Any] = {"method": "lora", "weights": "int8", "compute": "fp16"}
 
 
@@ -64,6 +66,7 @@ def _without_capability(case: Case) -> Case:
 
 
 _FSDP4: dict[str, Any] = {"sharding": "fsdp", "gpus_per_node": 4}
+_EMBEDDINGS: dict[str, Any] = {"method": "lora", "lora_targets": ("all-linear", "embeddings")}
 _ZERO3: dict[str, Any] = {"sharding": "zero3", "gpus_per_node": 4}
 
 # name -> (a case that breaks the rule, the nearest case that does not)
@@ -163,6 +166,42 @@ CASES: dict[str, tuple[Callable[[], Case], Callable[[], Case]]] = {
         lambda: _case({"compile": True, "attention": "flex"}, model="gpt-oss-20b"),
         lambda: _case({"compile": True, "attention": "flex"}, model="gemma-2-2b"),
     ),
+    "context-gpus": (
+        lambda: _case(_SHARED | {"gpus_per_node": 3}),
+        lambda: _case(_SHARED),
+    ),
+    "context-nodes": (
+        lambda: _case(_SHARED | {"num_nodes": 2, "context_parallel": 8, "gpus_per_node": 3}),
+        lambda: _case(_SHARED | {"num_nodes": 2, "context_parallel": 8}, num_nodes=2),
+    ),
+    "context-single": (
+        lambda: _case(_SHARED | {"sharding": "single"}),
+        lambda: _case(_SHARED | {"sharding": "zero3"}),
+    ),
+    "context-family": (
+        lambda: _case(_SHARED, model="t5-base"),
+        lambda: _case(_SHARED | {"context_parallel": 4}, model="Mixtral-8x7B"),
+    ),
+    "context-heads": (
+        lambda: _case(_SHARED | {"context_parallel": 4}, model="Qwen2.5-0.5B"),
+        lambda: _case(_SHARED, model="Qwen2.5-0.5B"),
+    ),
+    "context-method": (
+        lambda: _case(_SHARED | {"method": "load"}),
+        lambda: _case(_SHARED | {"method": "lora"}),
+    ),
+    "context-objective": (
+        lambda: _case(_SHARED | {"objective": "orpo"}),
+        lambda: _case(_SHARED | {"context_parallel": 1, "objective": "orpo"}),
+    ),
+    "context-compile": (
+        lambda: _case(_SHARED | {"compile": True}),
+        lambda: _case(_SHARED | {"context_parallel": 1, "compile": True}),
+    ),
+    "context-trainer": (
+        lambda: _case(_SHARED | {"trainer": "trl@1.16"}),
+        lambda: _case(_SHARED | {"context_parallel": 1, "trainer": "trl@1.16"}),
+    ),
     "router-loss-family": (
         lambda: _case({"router_loss_weight": 0.01}),
         lambda: _case({"router_loss_weight": 0.01}, model="Mixtral-8x7B"),
@@ -217,6 +256,30 @@ CASES: dict[str, tuple[Callable[[], Case], Callable[[], Case]]] = {
     ),
     "new-tokens-trainer": (
         lambda: _case({"add_tokens": ("<a>",), "trainer": "trl@1.16"}),
+        lambda: _case({"trainer": "trl@1.16"}),
+    ),
+    "embedding-adapters-encoder": (
+        lambda: _case(_EMBEDDINGS, model="t5-base"),
+        lambda: _case(_EMBEDDINGS),
+    ),
+    "embedding-adapters-trained": (
+        lambda: _case({**_EMBEDDINGS, "train_embeddings": True}),
+        lambda: _case({"train_embeddings": True}),
+    ),
+    "embedding-adapters-dora": (
+        lambda: _case({**_EMBEDDINGS, "dora": True}),
+        lambda: _case({"dora": True}),
+    ),
+    "embedding-adapters-dropout": (
+        lambda: _case({**_EMBEDDINGS, "lora_dropout": 0.1, "loss": "fused"}),
+        lambda: _case({**_EMBEDDINGS, "lora_dropout": 0.1, "loss": "chunked"}),
+    ),
+    "embedding-adapters-zero": (
+        lambda: _case({**_EMBEDDINGS, "sharding": "zero2"}),
+        lambda: _case({**_EMBEDDINGS, "sharding": "ddp"}),
+    ),
+    "embedding-adapters-trainer": (
+        lambda: _case({**_EMBEDDINGS, "trainer": "trl@1.16"}),
         lambda: _case({"trainer": "trl@1.16"}),
     ),
     "compile-over-fused": (
@@ -312,6 +375,34 @@ CASES: dict[str, tuple[Callable[[], Case], Callable[[], Case]]] = {
     "recomputed-layers-there": (
         lambda: _case({"checkpointing": True, "recomputed_layers": 33}),
         lambda: _case({"checkpointing": True, "recomputed_layers": 32}),
+    ),
+    "offloaded-inputs": (
+        lambda: _case({"checkpointing": False, "offloaded_inputs": 4}),
+        lambda: _case({"checkpointing": True, "offloaded_inputs": 4}),
+    ),
+    "tiles-checkpointing": (
+        lambda: _case(_TILES | {"checkpointing": False}),
+        lambda: _case(_TILES),
+    ),
+    "tiles-family": (
+        lambda: _case(_TILES, model="bloom-1b1"),
+        lambda: _case(_TILES),
+    ),
+    "tiles-compile": (
+        lambda: _case(_TILES | {"compile": True}),
+        lambda: _case(_TILES),
+    ),
+    "tiles-zero3": (
+        lambda: _case(_ZERO3 | _TILES),
+        lambda: _case(_ZERO3 | {"sharding": "zero2"} | _TILES),
+    ),
+    "tiles-weights": (
+        lambda: _case(_TILES | {"method": "lora", "weights": "int8"}),
+        lambda: _case(_TILES | {"method": "lora", "weights": "nf4"}),
+    ),
+    "tiles-router-loss": (
+        lambda: _case(_TILES | {"router_loss_weight": 0.01}, model="Qwen3-30B-A3B"),
+        lambda: _case(_TILES, model="Qwen3-30B-A3B"),
     ),
     "loss-slices": (
         lambda: _case({"loss": "chunked", "loss_chunk_factor": 4}),

@@ -14,7 +14,8 @@ from tightfit.core.strategy import Strategy
 from tightfit.models.families.registry import find_family
 from tightfit.runtime.layers import decoder_layers
 from tightfit.training.batches import IGNORED
-from tightfit.training.model import Objective, recompute_layers
+from tightfit.training.model import Objective
+from tightfit.training.recompute import recompute_layers
 from tightfit.training.routing import measure_loads
 from tiny_configs import TINY, tiny_config
 

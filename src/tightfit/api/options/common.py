@@ -117,6 +117,12 @@ EvalRows = Annotated[
         example="0.05",
     ),
 ]
+Tools = Annotated[
+    str | None,
+    text_option(
+        "FILE", "JSON schemas of the tools that rows without a list may call.", example="tools.json"
+    ),
+]
 Trainer = Annotated[
     str | None,
     text_option(

@@ -122,6 +122,8 @@ class SamplingOptions:
     top_k: int | None = sampling_option("top_k")
     min_p: float | None = sampling_option("min_p")
     repetition_penalty: float | None = sampling_option("repetition_penalty")
+    presence_penalty: float | None = sampling_option("presence_penalty")
+    frequency_penalty: float | None = sampling_option("frequency_penalty")
     seed: int | None = sampling_option("seed")
     stop: list[str] | None = text_option(
         "TEXT", "Text that ends an answer and is not part of it. Repeatable."

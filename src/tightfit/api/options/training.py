@@ -22,6 +22,7 @@ from tightfit.api.options.common import (
     SeqLen,
     Settings,
     Template,
+    Tools,
     Trace,
     Trainer,
     complete_job,
@@ -140,6 +141,7 @@ class JobOptions:
 
     job: str = field(kw_only=False)
     data: Path | None = path_option("Rows to train on.", example="train.jsonl")
+    tools: Tools = None
     on: On = None
     method: Method = None
     objective: Objective = None
@@ -182,6 +184,7 @@ class PlanOptions(JobOptions):
         "Dataset; its real lengths drive padding, packing and time.", example="train.jsonl"
     )
     network: Network = None
+    memory_limit: MemoryLimit = None
     trainer: Trainer = None
     epochs: Epochs = None
     top: int = count_option(
@@ -198,6 +201,7 @@ class PlanOutput:
         example="plan.json",
     )
     buy: bool = switch_option("The cheapest hardware that does the job.")
+    longest: bool = switch_option("How long a row fits, by lever, and how fast it is.")
     chart: Path | None = path_option(
         "Draw memory by phase into a .png or .html file.", example="memory.html"
     )
@@ -235,6 +239,7 @@ class PrepareOptions:
         "Rows to train on, in place of the recipe's. Repeatable.",
         example="train.jsonl",
     )
+    tools: Tools = None
     objective: Objective = None
     seq_len: SeqLen = None
     template: Template = None

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from tightfit.api.options.training import BenchOptions, TrainingOptions, TrainOptions
+from tightfit.api.options.training import BenchOptions, PlanOptions, TrainingOptions, TrainOptions
 from tightfit.core.errors import InvalidInputError, SetupError, UsageError, UserError
 from tightfit.core.strategy import MEMORY_VARIABLE
 from tightfit.core.text import shorten
@@ -163,6 +163,14 @@ def read_rendezvous(options: TrainOptions) -> Rendezvous | None:
         node_rank=number,
         local_address=options.local_addr,
         interface=options.interface,
+    )
+
+
+def limit_cluster(cluster: Cluster, options: PlanOptions) -> Cluster:
+    """As much of each card as `--memory-limit` leaves."""
+    limit = read_limit(options, {})
+    return cluster.model_copy(
+        update={"groups": tuple(_limited(group, limit) for group in cluster.groups)}
     )
 
 

@@ -119,7 +119,7 @@ def profile_sources(
     from tightfit.data.profile import profile_dataset
     from tightfit.data.sources import open_source
 
-    stats = [path.stat() for source in sources for path in open_source(source).files]
+    stats = [path.stat() for source in sources for path in open_source(source).inputs]
     changes = tuple((read.st_mtime_ns, read.st_size, read.st_ino) for read in stats)
     key = (sources, seq_len, model, example, changes)
     if key not in _PROFILES:
@@ -198,7 +198,12 @@ def lay_over(recipe: Recipe, options: object) -> Recipe:
         held_out = tuple(source for source in recipe.data if source.split == "eval")
         named = DataSource(path="unnamed").model_copy(update={"path": str(data)})
         recipe = recipe.model_copy(update={"data": (named, *held_out)})
-    return recipe.model_copy(update=update | read_eval(recipe, getattr(options, "eval", None)))
+    update |= read_eval(recipe, getattr(options, "eval", None))
+    tools = getattr(options, "tools", None)
+    if tools is not None:
+        sources = update.get("data", recipe.data)
+        update["data"] = tuple(one.model_copy(update={"tools": tools}) for one in sources)
+    return recipe.model_copy(update=update)
 
 
 def read_eval(recipe: Recipe, text: str | None) -> dict[str, Any]:
@@ -220,12 +225,11 @@ def read_eval(recipe: Recipe, text: str | None) -> dict[str, Any]:
 
 def make_absolute(recipe: Recipe) -> Recipe:
     """With absolute paths: a run can be gone on with from another folder."""
-    data = tuple(
-        source
-        if source.path.startswith("~")
-        else source.model_copy(update={"path": str(Path(source.path).absolute())})
-        for source in recipe.data
-    )
+
+    def absolute(path: str) -> str:
+        return path if path.startswith("~") else str(Path(path).absolute())
+
+    data = tuple(source.with_paths(absolute) for source in recipe.data)
     # A folder or file that is here; a name in the catalogue or cache stays as it is.
     model = Path(recipe.model)
     name = str(model.absolute()) if model.exists() else recipe.model
@@ -419,7 +423,17 @@ def refuse_changes(options: TrainingOptions, *more: str) -> None:
     refuse_given(
         options,
         (
-            *("data", "eval", "method", "objective", "seq_len", "epochs", "max_steps", "lr"),
+            *(
+                "data",
+                "tools",
+                "eval",
+                "method",
+                "objective",
+                "seq_len",
+                "epochs",
+                "max_steps",
+                "lr",
+            ),
             *("effective_batch", "beta", "template", "seed", "settings", "output", "log_to"),
             *more,
         ),

@@ -172,7 +172,7 @@ def repeat_plan(options: JobOptions, *, without: Collection[str] = ()) -> str:
     `without` are settings to leave out, as they were typed.
     """
     given = list_given(
-        options, ("method", "objective", "seq_len", "data", "effective_batch", "trainer")
+        options, ("method", "objective", "seq_len", "data", "tools", "effective_batch", "trainer")
     )
     given["--set"] = [text for text in options.settings or () if text not in without]
     return shlex.join(["tightfit", "plan", options.job, *repeat_options(given)])
