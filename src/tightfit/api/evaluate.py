@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from tightfit.api.call import accepts_keywords
-from tightfit.api.options.common import complete_model, model_argument
+from tightfit.api.options.common import Tools, complete_model, model_argument
 from tightfit.api.options.engines import read_template
 from tightfit.core.errors import NotFoundError, UsageError
 from tightfit.core.options import count_option, offer, read_word, switch_option, text_option
@@ -55,6 +55,7 @@ class EvalOptions:
         ),
     ] = field(kw_only=False)
     data: str | None = text_option("FILE", "Rows that were not trained on.", example="test.jsonl")
+    tools: Tools = None
     metrics: list[str] | None = text_option(
         "|".join(METRIC_WORDS),
         "Repeatable. auto chooses by the data; "
@@ -123,6 +124,7 @@ def evaluate(options: EvalOptions) -> Scores:
         EvaluateRequest(
             target=options.target,
             data=options.data,
+            tools=options.tools,
             metrics=tuple(name for name in metrics if name != "auto"),
             databases=databases,
             limit=options.limit,

@@ -151,7 +151,7 @@ def _make_rows_error(
     lines = [f"{name} has {count}:", *(f"  {row}" for row in rows[:NUM_SHOWN])]
     if num_rows > NUM_SHOWN:
         lines.append(f"  and {num_rows - NUM_SHOWN:,} more")
-    names = ("data", "objective", "seq_len", "template", "eval", "take", "train_on")
+    names = ("data", "tools", "objective", "seq_len", "template", "eval", "take", "train_on")
     words = ["tightfit", "prepare", options.job, *repeat_options(list_given(options, names))]
     remedy = refusal.remedy
     if num_read > num_rows:

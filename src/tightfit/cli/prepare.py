@@ -474,6 +474,7 @@ def find_next(options: PrepareOptions, recipe: Recipe) -> NextStep:
     """The command that trains on this very encoding."""
     words: list[str] = []
     for option, value in (
+        ("--tools", options.tools),
         ("--objective", options.objective),
         ("--eval", options.eval),
         ("--seq-len", options.seq_len),

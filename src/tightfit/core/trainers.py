@@ -262,6 +262,8 @@ _OURS = Fact(
         "fp8_gradients": (False,),
         "loss_chunk_factor": (1,),
         "recomputed_layers": (None,),
+        "offloaded_inputs": (0,),
+        "mlp_tiles": (1,),
     },
 )
 _HF_OPTIMIZERS = tuple(one for one in Optimizer if one.record.transformers_name is not None)

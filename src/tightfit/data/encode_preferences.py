@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from tightfit.core.text import count_of
-from tightfit.data.encode import (
+from tightfit.data.encode_rows import (
     EncoderOptions,
     RowEncoder,
     describe_refusal,
@@ -85,7 +85,9 @@ class PreferenceEncoder(RowEncoder):
             )
             return
         self.counts["tools"] += bool(preference.tools)
-        messages = [message for one in checked for message in one]
+        # Of both answers of a row, so that they are on one side of the split.
+        answers = [*preference.prompt, *(m for one in preference.pair for m in one)]
+        messages = answers if preference.pair else [m for one in checked for m in one]
         digest = digest_messages(messages, preference.tools)
         self._waiting.append(_Waiting(example, rendered, digest))
         if len(self._waiting) >= _BATCH_EXAMPLES:

@@ -38,6 +38,8 @@ class Preference(NamedTuple):
     """None: a pair."""
     tools: tuple[Tool, ...] = ()
     """What the assistant may call."""
+    pair: tuple[list[Message], ...] = ()
+    """Both answers of the row, where this is one of them."""
 
     def conversations(self) -> list[list[Message]]:
         return [self.prompt + answer for answer in self.answers]
@@ -48,12 +50,7 @@ class PreferenceFormat(RowFormat):
     """A way to write preferences."""
 
     kind: ExampleKind
-    read: Callable[[Row, RowFormat], Preference]
-
-    def to_messages(self, row: Row) -> list[Message]:
-        """The longest conversation of the row, by which its length is counted."""
-        conversations = self.read(row, self).conversations()
-        return max(conversations, key=lambda one: sum(len(message.text) for message in one))
+    read: Callable[[Row], Preference]
 
 
 _CHATS = ("messages", "conversations", "conversation")
@@ -62,16 +59,13 @@ _PAIR_PROMPTS = (*_PROMPTS, *_CHATS)
 _ANSWERS = ("completion", "response", "answer", "output", *_CHATS[:2])
 
 
-def _no_make(row: Row, values: list[Any]) -> list[Message]:
-    raise NotImplementedError("preferences are read by `read`")
-
-
-def _read_pair(row: Row, row_format: RowFormat) -> Preference:
-    chosen, rejected = (_find(row, group) for group in row_format.keys)
+def _read_pair(row: Row) -> Preference:
+    chosen, rejected = (_PAIRS.find_key(row, group) for group in _PAIRS.keys)
     values = [row.values[name] for name in (chosen, rejected)]
     tools: tuple[Tool, ...] = ()
     if not _find_any(row, _PAIR_PROMPTS) and all(isinstance(value, str) for value in values):
         sides = _split_texts(row, *values)
+        tools = row.tools
     else:
         found = [
             _conversation(row, name, value, _PAIR_PROMPTS)
@@ -93,15 +87,21 @@ def _read_pair(row: Row, row_format: RowFormat) -> Preference:
             raise _bad(row, f"the {side} answer does not end with text or a call of the assistant")
     if not prompt:
         raise _bad(row, "chosen and rejected share no prompt")
+    _check_prompt(row, prompt)
     return Preference(prompt, answers, tools=tools)
+
+
+def _check_prompt(row: Row, prompt: list[Message]) -> None:
+    if not any(_says_something(message) for message in prompt):
+        raise _bad(row, "the prompt is empty")
 
 
 def _says_something(message: Message) -> bool:
     return bool(message.content.strip() or message.tool_calls)
 
 
-def _read_labelled(row: Row, row_format: RowFormat) -> Preference:
-    answer_name, label_name = (_find(row, group) for group in row_format.keys)
+def _read_labelled(row: Row) -> Preference:
+    answer_name, label_name = (_LABELLED.find_key(row, group) for group in _LABELLED.keys)
     label = row.values[label_name]
     if isinstance(label, str) and label.strip().lower() in ("true", "false"):  # of a CSV file
         label = label.strip().lower() == "true"
@@ -114,6 +114,7 @@ def _read_labelled(row: Row, row_format: RowFormat) -> Preference:
         raise _bad(row, "the answer is empty")
     if len(messages) == 1:
         raise _bad(row, "there is no prompt")
+    _check_prompt(row, messages[:-1])
     return Preference(messages[:-1], (messages[-1:],), label, tools)
 
 
@@ -136,7 +137,7 @@ def _conversation(row: Row, name: str, value: Any, prompts: Sequence[str]) -> Co
         if prompt_name:
             raise _bad(row, f"`{prompt_name}` is empty")
         if isinstance(value, str):
-            return Conversation([Message(ASSISTANT, value)])
+            return read_conversation(row, [Message(ASSISTANT, value)])
         raise _bad(row, f"`{name}` is {json_type_name(value)}, and there is no `prompt`")
     if prompt_name in _CHATS and read_messages(row, [prompt])[-1].role == ASSISTANT:
         raise _bad(row, f"`{prompt_name}` is no prompt: it ends with an answer")
@@ -176,17 +177,6 @@ def _split_turns(text: str) -> list[Message]:
     return [Message(roles[name], content.strip()) for name, content in pairs]
 
 
-def _find(row: Row, group: Sequence[str]) -> str:
-    found = _find_any(row, group)
-    if found is None:
-        wanted = " or ".join(f"`{key}`" for key in group)
-        raise InvalidInputError(
-            f"{row.place} lacks {wanted}, which the rows before it have.",
-            remedy="write every row of one file alike",
-        )
-    return found
-
-
 def _find_any(row: Row, group: Sequence[str]) -> str | None:
     return next((key for key in group if key in row.values), None)
 
@@ -197,32 +187,30 @@ def _bad(row: Row, problem: str) -> InvalidInputError:
     )
 
 
-PREFERENCE_FORMATS = {
-    one.name: one
-    for one in (
-        PreferenceFormat(
-            name="pairs",
-            keys=(
-                ("chosen", "chosen_response"),
-                ("rejected", "rejected_response"),
-            ),
-            example='{"prompt": "...", "chosen": "...", "rejected": "..."}',
-            make=_no_make,
-            title="pairs (prompt, chosen, rejected)",
-            kind=ExampleKind.PAIR,
-            read=_read_pair,
-        ),
-        PreferenceFormat(
-            name="labelled",
-            keys=(_ANSWERS, ("label",)),
-            example='{"prompt": "...", "completion": "...", "label": true}',
-            make=_no_make,
-            title="labelled answers (prompt, completion, label)",
-            kind=ExampleKind.LABELLED,
-            read=_read_labelled,
-        ),
-    )
-}
+def _longest(found: Preference) -> list[Message]:
+    """The conversation by which a row's length is counted."""
+    return max(found.conversations(), key=lambda one: sum(len(message.text) for message in one))
+
+
+_PAIRS = PreferenceFormat(
+    name="pairs",
+    keys=(("chosen", "chosen_response"), ("rejected", "rejected_response")),
+    example='{"prompt": "...", "chosen": "...", "rejected": "..."}',
+    make=lambda row, _values: _longest(_read_pair(row)),
+    title="pairs (prompt, chosen, rejected)",
+    kind=ExampleKind.PAIR,
+    read=_read_pair,
+)
+_LABELLED = PreferenceFormat(
+    name="labelled",
+    keys=(_ANSWERS, ("label",)),
+    example='{"prompt": "...", "completion": "...", "label": true}',
+    make=lambda row, _values: _longest(_read_labelled(row)),
+    title="labelled answers (prompt, completion, label)",
+    kind=ExampleKind.LABELLED,
+    read=_read_labelled,
+)
+PREFERENCE_FORMATS = {one.name: one for one in (_PAIRS, _LABELLED)}
 """By name; of an example's own kind, or pairs taken apart into labelled answers."""
 
 _SUITS = {
@@ -240,6 +228,12 @@ def holds_preferences(row: Row) -> bool:
     """A row of preferences and of nothing else."""
     is_answer = any(one.matches(row.values) for one in FORMATS.values())
     return not is_answer and any(one.matches(row.values) for one in PREFERENCE_FORMATS.values())
+
+
+def holds_pairs(row: Row) -> bool:
+    """A chosen and a rejected answer, whatever else."""
+    held = (one for one in PREFERENCE_FORMATS.values() if one.kind is ExampleKind.PAIR)
+    return any(one.matches(row.values) for one in held)
 
 
 def recognise(row: Row, example: ExampleKind) -> RowFormat:
@@ -305,11 +299,10 @@ def read_preferences(
     row: Row, row_format: PreferenceFormat, wanted: ExampleKind
 ) -> list[Preference]:
     """What a row gives; a pair is two labelled answers where those are wanted, as in trl."""
-    found = row_format.read(row, row_format)
+    found = row_format.read(row)
     if wanted is ExampleKind.PAIR or row_format.kind is ExampleKind.LABELLED:
         return [found]
-    chosen, rejected = found.answers
     return [
-        Preference(found.prompt, (chosen,), is_good=True, tools=found.tools),
-        Preference(found.prompt, (rejected,), is_good=False, tools=found.tools),
+        Preference(found.prompt, (answer,), is_good, found.tools, pair=found.answers)
+        for answer, is_good in zip(found.answers, (True, False), strict=True)
     ]

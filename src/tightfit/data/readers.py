@@ -27,6 +27,7 @@ from typing import IO, Any, NamedTuple, cast
 from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError, UserError
 from tightfit.core.reading import describe_kind, join_inside, open_regular, read_json_file
 from tightfit.core.text import did_you_mean, printable
+from tightfit.data.tools import Tool
 
 # How far reading has come, reported about five times a second.
 
@@ -108,6 +109,8 @@ class Row(NamedTuple):
     """A document too large to be held comes in several rows: part of it came before this one."""
     has_more: bool = False
     """Part of the same document follows."""
+    tools: tuple[Tool, ...] = ()
+    """Of a file for all rows: what this one may call unless it lists tools itself."""
 
     @property
     def place(self) -> str:

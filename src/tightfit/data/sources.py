@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, NamedTuple
 
+from tightfit.core import reading
 from tightfit.core.errors import InvalidInputError, UsageError, UserError
 from tightfit.core.objectives import ExampleKind
 from tightfit.core.reading import open_regular
@@ -38,6 +40,7 @@ from tightfit.data.readers import (
     saved_files,
     unreadable,
 )
+from tightfit.data.tools import Tool, ToolError, read_tools
 
 # Parts of a dataset as people write them: `10`, `1%`, `[:10%]`, `train[10:20]`, `x.jsonl[:5]`.
 
@@ -345,6 +348,14 @@ class OpenedSource:
     source: DataSource
     files: tuple[Path, ...]
     take: RowSlice
+    tools: tuple[Tool, ...] = ()
+    """Of the source's own file of tools."""
+
+    @property
+    def inputs(self) -> tuple[Path, ...]:
+        """All files on which the rows depend."""
+        tools = self.source.tools
+        return self.files if tools is None else (*self.files, Path(tools).expanduser())
 
     @property
     def name(self) -> str:
@@ -353,7 +364,26 @@ class OpenedSource:
 
 
 def open_source(source: DataSource) -> OpenedSource:
-    """Find the files and read the part that is asked for."""
+    """Find the files, and read the part that is asked for and the tools."""
+    opened = _find_files(source)
+    return opened if source.tools is None else replace(opened, tools=_read_tools(source.tools))
+
+
+def _read_tools(name: str) -> tuple[Tool, ...]:
+    path = Path(name).expanduser()
+    remedy = 'write a JSON list: [{"name": "...", "parameters": {"type": "object", ...}}, ...]'
+    try:
+        tools = read_tools(reading.read_text(path, remedy=remedy))
+    except OSError as error:
+        raise unreadable(path, error) from error
+    except ToolError as error:
+        raise InvalidInputError(f"{path}: {error}.", remedy=remedy) from None
+    if not tools:
+        raise InvalidInputError(f"{path} lists no tools.", remedy=remedy)
+    return tools
+
+
+def _find_files(source: DataSource) -> OpenedSource:
     path = str(Path(source.path).expanduser()) if source.path.startswith("~/") else source.path
     written = source.take
     bare, suffix = split_slice_suffix(path)
@@ -434,7 +464,9 @@ def digest_sources(sources: Sequence[OpenedSource]) -> str:
     """One digest over names, settings and contents."""
     digest = hashlib.blake2b(digest_size=16)
     for opened in sources:
-        digest.update(opened.source.model_dump_json().encode())
+        digest.update(opened.source.model_dump_json(exclude={"tools"}).encode())
+        if opened.tools:
+            digest.update(json.dumps(opened.tools).encode())
         for path in opened.files:
             digest.update(f"\n{path} ".encode("utf-8", "surrogateescape"))
             one = hashlib.blake2b(digest_size=16)
@@ -456,7 +488,8 @@ def _all_rows(opened: OpenedSource, meter: ReadMeter, on_error: OnRowError | Non
     by_line = opened.source.text_rows == "line"
     for path in opened.files:
         try:
-            yield from read_file(path, meter, on_error, by_line=by_line)
+            rows = read_file(path, meter, on_error, by_line=by_line)
+            yield from (row._replace(tools=opened.tools) for row in rows) if opened.tools else rows
         except InvalidInputError as error:
             if on_error is None:
                 raise

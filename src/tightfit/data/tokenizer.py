@@ -118,6 +118,25 @@ def _any_of(names: list[str]) -> re.Pattern[str]:
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
 
 
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
+"""How SentencePiece names a byte that is no character."""
+_SPACE_MARK = "\u2581"
+
+
+def _list_byte_chars() -> dict[str, int]:
+    """The characters by which byte-level BPE names bytes. Source: GPT-2, encoder.py."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in shown]
+    return {chr(byte): byte for byte in shown} | {
+        chr(256 + number): byte for number, byte in enumerate(others)
+    }
+
+
+_BYTE_OF = _list_byte_chars()
+_NEVER_IN_TEXT = frozenset((0xC0, 0xC1, *range(0xF5, 0x100)))
+OVERLONG_STARTS = frozenset((0xE0, 0xF0)) | _NEVER_IN_TEXT
+"""Bytes that can begin a character in more bytes than it takes, which is no UTF-8."""
+
 _FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -188,6 +207,44 @@ class ChatTokenizer:
         """The begin mark as `encode_sealed` reads it, where the tokenizer itself adds one."""
         return self.control.alias_of[self.begins_with] if self.begins_with else ""
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """What a token stands for by itself; it may be a part of a character."""
+        name = self._text.id_to_token(token_id)
+        if name is None:
+            return b""
+        if token_id in self.control.ids.values():
+            return str(name).encode()
+        fallback = _BYTE_TOKEN.fullmatch(name)
+        if fallback:
+            return bytes([int(fallback[1], 16)])
+        text = self.decode([token_id])
+        if "\ufffd" not in text:
+            # A leading space, which a decoder of SentencePiece takes off.
+            return (
+                " " * (name.startswith(_SPACE_MARK) and not text.startswith(" ")) + text
+            ).encode()
+        if all(char in _BYTE_OF for char in name):
+            return bytes(_BYTE_OF[char] for char in name)
+        return text.encode()
+
+    def find_lone_bytes(self, wanted: frozenset[int]) -> tuple[int, ...]:
+        """Tokens that end with one of these bytes, or that hold one which is no character's."""
+        never = wanted & _NEVER_IN_TEXT
+        marks = [char for char, byte in _BYTE_OF.items() if byte in wanted]
+        found = []
+        for token in range(int(self._text.get_vocab_size(with_added_tokens=True))):
+            name = self._text.id_to_token(token) or ""
+            if not name.startswith("<0x") and not any(mark in name for mark in marks):
+                continue
+            data = self.token_bytes(token)
+            if data and (data[-1] in wanted or not never.isdisjoint(data)):
+                found.append(token)
+        return tuple(found)
+
+    def to_json(self) -> str:
+        """The library's own form of the tokenizer."""
+        return str(self._text.to_str())
+
     def encode_sealed(self, texts: Sequence[str]) -> list[Any]:
         """`tokenizers` encodings of texts in which control tokens are aliases; nothing is added."""
         path = self.folder / TOKENIZER_FILE
@@ -200,7 +257,7 @@ class ChatTokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text, control tokens included."""
         numbers = [int(i) for i in token_ids]
-        with _panics_reported(self.folder / TOKENIZER_FILE):
+        with _panics_reported(self.folder, TOKENIZER_FILE):
             return str(self._text.decode(numbers, skip_special_tokens=False))
 
     def choose_pad(self, stop_ids: Sequence[int]) -> tuple[int, str | None]:
@@ -487,8 +544,11 @@ def charsmap_texts(table: Any) -> bytes | None:
 
 
 @contextmanager
-def _panics_reported(path: Path) -> Iterator[None]:
-    """Errors of the Rust library, panics included, as errors that name the file."""
+def _panics_reported(path: Path, *inside: str) -> Iterator[None]:
+    """Errors of the Rust library, panics included, as errors that name the file.
+
+    Runs for every token of an answer: paths are joined only for an error.
+    """
     try:
         yield
     except UserError:
@@ -498,7 +558,7 @@ def _panics_reported(path: Path) -> Iterator[None]:
             raise
         what = printable(first_line(error), most=200)
         raise InvalidInputError(
-            f"{path} is not a tokenizer this version reads: {what}.",
+            f"{path.joinpath(*inside)} is not a tokenizer this version reads: {what}.",
             remedy="download the model's tokenizer.json again, or pip install -U tokenizers",
         ) from error
 

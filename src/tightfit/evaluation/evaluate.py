@@ -12,20 +12,32 @@ from typing import TYPE_CHECKING
 
 from tightfit.core.errors import InvalidInputError
 from tightfit.core.findings import Interval
+from tightfit.core.objectives import Objective
 from tightfit.core.packages import __version__
 from tightfit.core.progress import CountProgress, Progress
-from tightfit.core.settings import MAX_SEQ_LEN
+from tightfit.core.settings import MAX_SEQ_LEN, TrainOn
 from tightfit.core.strategy import DataSource
 from tightfit.data.encode import EncodeRequest, encode_dataset
-from tightfit.data.preferences import holds_preferences
+from tightfit.data.preferences import holds_pairs, holds_preferences
 from tightfit.data.sources import open_source, read_part
 from tightfit.data.templates import Prompter
 from tightfit.data.token_store import TokenStore
 from tightfit.data.tokenizer import load_tokenizer
 from tightfit.engines.open import EngineRequest, open_engine
 from tightfit.engines.protocol import EngineInfo
-from tightfit.evaluation.metrics import LOSS, METRICS, PERPLEXITY, Metric, Score, ScoreKind
+from tightfit.evaluation.metrics import (
+    LOSS,
+    METRICS,
+    PERPLEXITY,
+    PREFERENCE,
+    TOOL_CALLS,
+    Metric,
+    Score,
+    ScoreKind,
+)
+from tightfit.evaluation.pairs import score_pairs
 from tightfit.evaluation.scored_models import (
+    EvalTarget,
     Question,
     RowLosses,
     find_eval_target,
@@ -66,6 +78,8 @@ class EvaluateRequest:
     data: str
     metrics: tuple[str, ...] = ()
     """Words of `METRICS`. Empty: chosen by the data."""
+    tools: str | None = None
+    """A file of tools for rows that list none."""
     databases: Path | None = None
     limit: int | None = None
     batch: int = DEFAULT_BATCH
@@ -88,15 +102,28 @@ class ColumnResult:
     answers: tuple[ModelAnswer, ...]
 
 
-def _refuse_preferences(source: DataSource) -> None:
-    """Encoding would name an objective, which is for training."""
+def _asks_for_pairs(request: EvaluateRequest, source: DataSource) -> bool:
+    """Whether the rows are scored as pairs: where that is asked for, or where they hold no other
+    answer. Raises where they cannot be."""
     row = next(read_part(open_source(source)), None)
-    if row is not None and holds_preferences(row):
+    is_wanted = PREFERENCE.word in request.metrics
+    if row is None or not (is_wanted or holds_preferences(row)):
+        return False
+    if not holds_pairs(row):
+        wanted = "a chosen and a rejected answer" if is_wanted else "one answer, or pairs"
         raise InvalidInputError(
-            f"{row.place} holds preferences; eval scores rows with one answer.",
-            remedy="name rows with one answer; held-out pairs are scored in training: "
+            f"{row.place} holds {'no pair' if is_wanted else 'a labelled answer'}; eval scores "
+            f"rows with {wanted}.",
+            remedy="name such rows; labelled answers are scored in training: "
             "tightfit train ... --eval FILE",
         )
+    others = [word for word in request.metrics if word != PREFERENCE.word]
+    if others:
+        raise InvalidInputError(
+            f"{row.place} holds a pair of answers, which {others[0]} does not score.",
+            remedy=f"--metric {PREFERENCE.word}",
+        )
+    return True
 
 
 def evaluate_model(request: EvaluateRequest) -> Scores:
@@ -104,18 +131,24 @@ def evaluate_model(request: EvaluateRequest) -> Scores:
     started = time.monotonic()
     target = find_eval_target(request.target, template=request.template)
     artefact = target.artefact
-    source = DataSource(path=request.data, take=str(request.limit) if request.limit else None)
+    take = str(request.limit) if request.limit else None
+    source = DataSource(path=request.data, take=take, tools=request.tools)
+    is_paired = _asks_for_pairs(request, source)
     encoding = EncodeRequest(
         sources=[source],
         model_folder=artefact.tokenizer,
         template=artefact.template,
-        train_on=target.train_on,
+        train_on=TrainOn.ANSWERS if is_paired else target.train_on,
         seq_len=target.seq_len,
+        objective=Objective.DPO if is_paired else Objective.SFT,
     )
-    _refuse_preferences(source)
     store = encode_dataset(encoding).train
     prompter = Prompter(load_tokenizer(artefact.tokenizer), artefact.template)
-    data_format, questions = read_questions(source, prompter)
+    # Rows that go on behind a call, with its result and an answer, are asked for the call.
+    prefers_calls = not request.metrics or TOOL_CALLS.word in request.metrics
+    data_format, questions = "pairs", list[Question]()
+    if not is_paired:
+        data_format, questions = read_questions(source, prompter, prefers_calls=prefers_calls)
     metrics = [
         metric
         for metric in METRICS.values()
@@ -148,7 +181,7 @@ def evaluate_model(request: EvaluateRequest) -> Scores:
             infos[name] = engine.info
             losses: RowLosses | None = None
             texts: list[str] = []
-            if METRICS["loss"] in metrics:
+            if METRICS["loss"] in metrics or is_paired:
                 losses = measure_loss(engine, store, _report(request, f"{name}: loss"))
             if scores:
                 report = _report(request, f"{name}: answers")
@@ -165,9 +198,13 @@ def evaluate_model(request: EvaluateRequest) -> Scores:
         base_model=str(target.base or artefact.path),
         data=request.data,
         format=data_format,
-        num_rows=len(questions) or len(store),
+        num_rows=len(questions) or len(store) // store.description.rows_per_example,
         columns=tuple(columns),
-        metrics=_compare_columns(columns, metrics, notes),
+        metrics=(
+            _compare_pairs(columns, target, notes)
+            if is_paired
+            else _compare_columns(columns, metrics, notes)
+        ),
         template=store.description.template,
         device=own.device,
         dtype=own.format,
@@ -276,6 +313,15 @@ def _compare_columns(
         loss = _metric(LOSS, sums, counts)
         compared += [loss, _perplexity(loss)]
     return tuple(compared)
+
+
+def _compare_pairs(
+    columns: Mapping[str, ColumnResult], target: EvalTarget, notes: list[str]
+) -> tuple[MetricScore, ...]:
+    losses = {name: column.losses for name, column in columns.items() if column.losses is not None}
+    scores = score_pairs(losses, objective=target.objective, beta=target.beta, notes=notes)
+    kinds = {kind.name: kind for kind in PREFERENCE.kinds}
+    return tuple(_metric(kinds[one.name], one.values, one.counts) for one in scores)
 
 
 def _metric(

@@ -235,6 +235,34 @@ LOSS = ScoreKind(name="loss", title="loss, nats a token", is_percent=False, is_l
 PERPLEXITY = ScoreKind(
     name="perplexity", title="perplexity", is_percent=False, is_lower_better=True
 )
+TOOL_CALLS = Metric(
+    word="tool-calls",
+    help="share of rows with tools whose last calls have the right names and arguments",
+    kinds=(
+        ScoreKind(name="tool_calls", title="right tool calls"),
+        ScoreKind(name="tool_names", title="right tool names"),
+        ScoreKind(name="tool_json", title="calls that can be read"),
+    ),
+    suits=_asks_for_calls,
+    make_score=_score_calls,
+)
+PREFERENCE = Metric(
+    word="preference",
+    help="of pairs (chosen, rejected): rewards of the tuned model, and which answer is likelier",
+    kinds=(
+        ScoreKind(name="reward_accuracy", title="reward accuracy"),
+        ScoreKind(name="reward_margin", title="reward margin", is_percent=False),
+        ScoreKind(name="likelier", title="chosen answer likelier"),
+        ScoreKind(
+            name="chosen_loss",
+            title="loss of chosen, nats a token",
+            is_percent=False,
+            is_lower_better=True,
+        ),
+    ),
+    suits=lambda data_format, _questions: data_format == "pairs",
+    make_score=None,
+)
 METRICS = {
     metric.word: metric
     for metric in (
@@ -242,7 +270,7 @@ METRICS = {
             word="loss",
             help="mean negative log-likelihood of the answers' tokens, and perplexity",
             kinds=(LOSS, PERPLEXITY),
-            suits=lambda _format, _questions: True,
+            suits=lambda data_format, _questions: data_format != "pairs",
             make_score=None,
         ),
         Metric(
@@ -277,17 +305,8 @@ METRICS = {
             suits=_asks_for_sql,
             make_score=_score_execution,
         ),
-        Metric(
-            word="tool-calls",
-            help="share of rows with tools whose calls have the right names and arguments",
-            kinds=(
-                ScoreKind(name="tool_calls", title="right tool calls"),
-                ScoreKind(name="tool_names", title="right tool names"),
-                ScoreKind(name="tool_json", title="calls that can be read"),
-            ),
-            suits=_asks_for_calls,
-            make_score=_score_calls,
-        ),
+        TOOL_CALLS,
+        PREFERENCE,
     )  # the most particular
 }
 """By word, from the general to the particular; tables show the particular first."""

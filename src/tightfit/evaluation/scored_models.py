@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tightfit.core.errors import UserError
+from tightfit.core.objectives import Objective
 from tightfit.core.progress import CountProgress
 from tightfit.core.sampling import Sampling
 from tightfit.core.settings import TrainOn
@@ -41,7 +42,7 @@ DEFAULT_SEQ_LEN = 2048
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """One row: the messages before its last answer, and that answer as gold."""
+    """One row: the messages before its last answer or call, and that as gold."""
 
     place: str
     values: Mapping[str, Any]
@@ -64,17 +65,22 @@ class Question:
         return "\n\n".join(message.content for message in self.messages)
 
 
-def read_questions(source: DataSource, prompter: Prompter) -> tuple[str, list[Question]]:
-    """The format of the rows, and a question for each row that has an answer."""
+def read_questions(
+    source: DataSource, prompter: Prompter, *, prefers_calls: bool = False
+) -> tuple[str, list[Question]]:
+    """The format of the rows, and a question for each row that has an answer: its last one, or
+    with `prefers_calls` the last that calls tools, where one does."""
     questions: list[Question] = []
     formats: dict[str, None] = {}
     for row, row_format in read_source(open_source(source)):
         formats[row_format.name] = None
         messages, tools = row_format.to_conversation(row)
         asked = [at for at, message in enumerate(messages) if message.role == ASSISTANT]
-        if row_format.name == "text" or not asked or not asked[-1]:
+        calls = [at for at in asked if messages[at].tool_calls] if prefers_calls else []
+        wanted = (calls or asked or [0])[-1]
+        if row_format.name == "text" or not wanted:
             continue
-        before, answer = messages[: asked[-1]], messages[asked[-1]]
+        before, answer = messages[:wanted], messages[wanted]
         gold = answer.text if answer.tool_calls else answer.content
         questions.append(
             Question(
@@ -101,6 +107,9 @@ class EvalTarget:
     base: Path | None
     """The model it was tuned from; None where nothing was tuned."""
     train_on: TrainOn = TrainOn.ANSWERS
+    objective: Objective = Objective.DPO
+    """Of the run, where that learnt from preferences; by it pairs have rewards."""
+    beta: float = Objective.DPO.record.beta or 0.0
     seq_len: int
     max_positions: int | None
     """Longest sequence the model can read; None where its positions are relative or unknown."""
@@ -129,6 +138,7 @@ def find_eval_target(name: str, *, template: str | None = None) -> EvalTarget:
     """The run folder, adapter folder or model that `name` means."""
     artefact = find_artefact(name)
     base, train_on, seq_len = artefact.base, TrainOn.ANSWERS, DEFAULT_SEQ_LEN
+    learnt: dict[str, Any] = {}
     if artefact.run is not None:
         # The run's own base model, template and reading of the data.
         plan = artefact.run.read_plan()
@@ -136,6 +146,9 @@ def find_eval_target(name: str, *, template: str | None = None) -> EvalTarget:
         base = base or locate_model(plan.training.model_path)
         artefact = replace(artefact, tokenizer=base, template=plan.training.template)
         train_on = plan.training.train_on
+        objective = plan.strategy.objective
+        if objective is not Objective.SFT:
+            learnt = {"objective": objective, "beta": plan.training.beta_of(objective)}
         # The plan's length is that of its longest training row; rows to score may be longer.
         seq_len = max(plan.strategy.seq_len, plan.data.seq_len if plan.data else 0, seq_len)
     if template is not None:
@@ -150,6 +163,7 @@ def find_eval_target(name: str, *, template: str | None = None) -> EvalTarget:
         train_on=train_on,
         seq_len=seq_len if most is None else min(seq_len, most),
         max_positions=most,
+        **learnt,
     )
 
 

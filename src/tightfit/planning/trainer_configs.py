@@ -61,7 +61,7 @@ def write_trl(plan: Plan, stem: str) -> dict[str, str]:
     if s.method is Method.LORA:
         keys |= {
             "use_peft": True,
-            **_lora(s, rank="lora_r"),
+            **_lora(plan, rank="lora_r"),
             "lora_target_modules": _targets(s),
             "use_dora": s.dora,
         }
@@ -89,10 +89,14 @@ def write_trl(plan: Plan, stem: str) -> dict[str, str]:
 
 def _describe_preference(plan: Plan) -> _Keys:
     """As trl's DPOConfig and KTOConfig have it."""
-    s = plan.strategy
+    s, learning = plan.strategy, plan.training
     keys: _Keys = {"beta": s.objective.record.beta}
     if s.objective is not Objective.KTO:
         keys["loss_type"] = ["ipo" if s.objective is Objective.IPO else "sigmoid"]
+    if learning is not None:
+        keys["beta"] = learning.beta_of(s.objective)
+        for name in sorted(s.objective.record.settings - {"beta"}):
+            keys[name] = getattr(learning, name)
     return {**keys, "precompute_ref_log_probs": s.precompute_reference}
 
 
@@ -107,7 +111,7 @@ def write_axolotl(plan: Plan, stem: str) -> dict[str, str]:
         "micro_batch_size": s.micro_batch,
         "gradient_accumulation_steps": s.grad_accum,
         "num_epochs": plan.num_epochs,
-        "learning_rate": default_learning_rate(plan.strategy.method, plan.strategy.optimizer),
+        "learning_rate": _learning_rate(plan),
         "optimizer": s.optimizer.record.transformers_name,
         "gradient_checkpointing": s.checkpointing,
         "attn_implementation": s.attention.record.implementation,
@@ -120,7 +124,7 @@ def write_axolotl(plan: Plan, stem: str) -> dict[str, str]:
         is_all = ALL_LINEAR in s.lora_targets
         keys |= {
             "adapter": "qlora" if s.weights is Dtype.NF4 else "lora",
-            **_lora(s, rank="lora_r"),
+            **_lora(plan, rank="lora_r"),
             **(
                 {"lora_target_linear": True}
                 if is_all
@@ -180,7 +184,7 @@ def write_llama_factory(plan: Plan, stem: str) -> dict[str, str]:
         keys |= {"bf16": False, "pure_bf16": True}
     if s.method is Method.LORA:
         target = "all" if ALL_LINEAR in s.lora_targets else ",".join(s.lora_targets)
-        keys |= {**_lora(s, rank="lora_rank"), "lora_target": target}
+        keys |= {**_lora(plan, rank="lora_rank"), "lora_target": target}
         keys |= {"use_dora": True} if s.dora else {}
         keys |= {"additional_target": ",".join(_EMBEDDINGS)} if s.train_embeddings else {}
     if s.weights in (Dtype.NF4, Dtype.INT8):
@@ -213,7 +217,7 @@ def write_deepspeed(plan: Plan, stem: str) -> dict[str, str]:
         "gradient_clipping": 1.0,
         "optimizer": {
             "type": "AdamW",
-            "params": {"lr": default_learning_rate(s.method, s.optimizer)},
+            "params": {"lr": _learning_rate(plan)},
         },
     }
     return {f"{stem}.deepspeed.json": json.dumps(keys, indent=2) + "\n"}
@@ -243,15 +247,27 @@ def _batch(plan: Plan) -> _Keys:
         "per_device_train_batch_size": plan.strategy.micro_batch,
         "gradient_accumulation_steps": plan.strategy.grad_accum,
         "num_train_epochs": plan.num_epochs,
-        "learning_rate": default_learning_rate(
-            plan.strategy.method, plan.strategy.optimizer, plan.strategy.objective
-        ),
+        "learning_rate": _learning_rate(plan),
     }
 
 
-def _lora(s: Strategy, *, rank: str) -> _Keys:
-    alpha = round(DEFAULT_ALPHA_PER_RANK * s.lora_rank)
-    return {rank: s.lora_rank, "lora_alpha": alpha, "lora_dropout": s.lora_dropout}
+def _learning_rate(plan: Plan) -> float:
+    """As stated, else the objective's or the optimizer's own."""
+    s = plan.strategy
+    if plan.training is not None:
+        return plan.training.learning_rate
+    return default_learning_rate(s.method, s.optimizer, s.objective)
+
+
+def _lora(plan: Plan, *, rank: str) -> _Keys:
+    s, learning = plan.strategy, plan.training
+    own = DEFAULT_ALPHA_PER_RANK * s.lora_rank
+    alpha = own if learning is None else learning.scale_alpha(s.lora_rank)
+    return {
+        rank: s.lora_rank,
+        "lora_alpha": int(alpha) if float(alpha).is_integer() else alpha,
+        "lora_dropout": s.lora_dropout,
+    }
 
 
 def _targets(s: Strategy) -> str | list[str]:

@@ -19,6 +19,7 @@ from tightfit.core.objectives import Objective as ObjectiveKind
 from tightfit.core.settings import Loss
 from tightfit.core.strategy import Strategy, Training
 from tightfit.estimation.activations import NUM_LOSS_CHUNKS
+from tightfit.runtime.embedding_adapters import head_weight
 from tightfit.training.batches import IGNORED
 from tightfit.training.log_probs import fused_log_probs
 from tightfit.training.model import Objective, Predictions
@@ -205,7 +206,7 @@ class PreferenceObjective(Objective):
             head = _active_head(found.head)
             return fused_log_probs(
                 found.values,
-                head.weight,
+                head_weight(head),
                 getattr(head, "bias", None),
                 targets,
                 softcap=found.softcap,

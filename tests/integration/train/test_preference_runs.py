@@ -27,6 +27,10 @@ CASES: dict[str, dict[str, Any]] = {
     "dpo-copied": {"objective": "dpo", "method": "full", "loss": "fused"},
     "kto": {"objective": "kto", "method": "lora"},
     "simpo-packed": {"objective": "simpo", "method": "lora", "packing": True},
+    "dpo-fp16": {
+        **{"objective": "dpo", "method": "lora", "weights": "fp16", "compute": "fp16"},
+        **{"autocast": True, "loss": "fused"},
+    },
 }
 
 

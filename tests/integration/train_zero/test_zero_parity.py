@@ -18,22 +18,26 @@ from safetensors.torch import load_file
 from zero_cases import (
     CASES,
     NUM_STEPS,
+    PREFERENCES,
     RESUMED,
     SAVED_AT,
     Case,
     count_trained,
     make_batches,
     make_plan,
+    make_trainer,
     run_step,
     write_models,
 )
 
+from shard_cases import lone_place
 from tightfit.core.settings import Method, Offload, Sharding
 from tightfit.runtime.load import load_base
 from tightfit.training.engine import TorchEngine
 from tightfit.training.model import Objective, build_optimizer, prepare_model
 
 WORKER = Path(__file__).with_name("zero_worker.py")
+SUPPORT = str(Path(__file__).parents[2] / "support")
 STAGES = {Sharding.ZERO1: 1, Sharding.ZERO2: 2, Sharding.ZERO3: 3}
 MATRIX_VALUES = 64 * 64
 """Of the layer that the workers look at: a query projection."""
@@ -80,6 +84,8 @@ def launch(command: list[str], folder: Path, out: Path) -> None:
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
+        "DS_ACCELERATOR": "cpu",  # else DeepSpeed says that it has found no other
+        "PYTHONPATH": os.pathsep.join(filter(None, (SUPPORT, os.environ.get("PYTHONPATH")))),
         "PATH": str(Path(sys.executable).parent),
         "CXX": "",
         "TORCH_EXTENSIONS_DIR": str(extensions),
@@ -182,6 +188,20 @@ def test_deepspeed_really_runs_the_stage(case: Case, out: Path) -> None:
     assert facts["offloads_optimizer"] is moves_optimizer
     assert facts["optimizer_device"] == ("cpu" if moves_optimizer else "none")
     assert facts["param_device"] == ("cpu" if moves_params else "none")
+
+
+@pytest.mark.parametrize("name", PREFERENCES)
+def test_preferences_are_those_of_one_process(name: str, folder: Path, out: Path) -> None:
+    found = json.loads((out / f"preference-{name}.json").read_text())
+    changes = PREFERENCES[name] | {"sharding": "single", "precompute_reference": False}
+    alone = make_trainer(folder, lone_place(), **changes)
+
+    losses = alone.train(0, NUM_STEPS)
+
+    assert losses[-1] < losses[0] - 0.004
+    assert found["losses"] == pytest.approx(losses, abs=1e-4)
+    margins = [step.preference.reward_margin for step in alone.metrics if step.preference]
+    assert [one["reward_margin"] for one in found["records"]] == pytest.approx(margins, abs=1e-3)
 
 
 @pytest.mark.parametrize("case", RESUMED, ids=lambda case: case.name)

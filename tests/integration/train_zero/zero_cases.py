@@ -8,15 +8,19 @@ from typing import Any
 
 import torch
 
+import shard_cases
 from tightfit.core.dtypes import Dtype
+from tightfit.core.objectives import ExampleKind
 from tightfit.core.settings import Method, Offload, Schedule, Sharding
 from tightfit.core.strategy import Strategy, Training
+from tightfit.data.token_store import TokenStore
 from tightfit.estimation.job import estimate_job
 from tightfit.hardware.local import CpuReading, describe_cpu
 from tightfit.hardware.types import Node
 from tightfit.models.config import read_config_file
 from tightfit.planning.plan import Plan, PlanHardware
 from tightfit.training.batches import IGNORED, Batch
+from tightfit.training.distributed import DistContext
 from tightfit.training.loop import learning_rate_at
 from tightfit.training.step import mix_seed, train_step
 
@@ -77,8 +81,22 @@ RESUMED = tuple(
 )
 
 
+PREFERENCES: dict[str, dict[str, Any]] = {
+    "zero2-dpo": {"sharding": "zero2", "objective": "dpo", "loss": "fused"},
+    "zero3-dpo": {"sharding": "zero3", "objective": "dpo", "precompute_reference": True},
+}
+
+
+def make_trainer(folder: Path, context: DistContext, **changes: Any) -> shard_cases.Trainer:
+    """Of pairs that `write_models` has drawn."""
+    plan = shard_cases.make_plan(
+        folder / "llama", method=Method.LORA, gpus_per_node=context.world_size, **changes
+    )
+    return shard_cases.Trainer(plan, TokenStore(folder / "pairs" / "train"), context)
+
+
 def write_models(folder: Path) -> None:
-    """A tiny Llama with tied embeddings and a Qwen3-MoE, in fp32."""
+    """A tiny Llama with tied embeddings and a Qwen3-MoE, in fp32; and rows of pairs."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     settings = {
@@ -101,6 +119,7 @@ def write_models(folder: Path) -> None:
         torch.manual_seed(0)
         model: Any = library.from_config(auto.for_model(**settings | changes))
         model.save_pretrained(folder / name)
+    shard_cases.make_store(folder / "pairs", num_rows=24, example=ExampleKind.PAIR)
 
 
 def make_plan(folder: Path, case: Case) -> Plan:

@@ -16,12 +16,14 @@ from safetensors.torch import save_file
 from zero_cases import (
     CASES,
     NUM_STEPS,
+    PREFERENCES,
     RESUMED,
     SAVED_AT,
     Case,
     count_trained,
     make_batches,
     make_plan,
+    make_trainer,
     run_step,
 )
 
@@ -30,6 +32,7 @@ from tightfit.core.errors import UserError
 from tightfit.core.settings import Method, Offload, Sharding
 from tightfit.training.distributed import DistContext, destroy_dist_context, init_dist_context
 from tightfit.training.loop import warm_up_step
+from tightfit.training.reference import precompute_reference
 from tightfit.training.zero import ZeroEngine, build_zero_engine
 
 
@@ -195,8 +198,24 @@ def overflow(rank: Rank) -> None:
     engine.close()
 
 
+def prefer(rank: Rank) -> None:
+    """Pairs, with the adapters off for the reference in each step or computed before."""
+    for name, changes in PREFERENCES.items():
+        trainer = make_trainer(rank.model, rank.context, **changes)
+        if trainer.plan.strategy.precompute_reference:
+            trainer.maker.reference = precompute_reference(
+                trainer.engine, trainer.store, trainer.maker, trainer.plan, rank.context
+            )
+        losses = trainer.train(0, NUM_STEPS)
+        records = [step.preference.model_dump() for step in trainer.metrics if step.preference]
+        rank.write(f"preference-{name}", {"losses": losses, "records": records})
+        assert isinstance(trainer.engine, ZeroEngine)
+        trainer.engine.close()
+
+
 def main(model: Path, out: Path) -> None:
     rank = Rank(model, out, init_dist_context(on_cpu=True))
+    prefer(rank)
     for case in CASES:
         compare(rank, case)
     for sharding in (Sharding.ZERO1, Sharding.ZERO3):

@@ -74,6 +74,8 @@ def test_trl_and_accelerate_read_every_key(name: str, tmp_path: Path) -> None:
     if strategy.objective.value != "sft":
         assert training.precompute_ref_log_probs == strategy.precompute_reference
         assert training.learning_rate < 1e-5
+    if strategy.objective.value == "kto":
+        assert training.desirable_weight == 1.0
     if strategy.objective.value == "ipo":
         assert training.loss_type == ["ipo"]
     assert model.use_peft == (strategy.method.value == "lora")

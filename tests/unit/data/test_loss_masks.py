@@ -17,7 +17,7 @@ pytest.importorskip("jinja2", reason="un-skip with: pip install 'tightfit[data]'
 from chat_models import CHATML, KINDS, STOP_OF, make_model
 
 from tightfit.core.settings import TrainOn
-from tightfit.data.encode import EncoderOptions, Example, RowEncoder, mask_tokens
+from tightfit.data.encode_rows import EncoderOptions, Example, RowEncoder, mask_tokens
 from tightfit.data.formats import Message
 from tightfit.data.report import DataIssues
 from tightfit.data.templates import (

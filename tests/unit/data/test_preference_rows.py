@@ -55,6 +55,7 @@ SPELLINGS: dict[str, dict[str, Any]] = {
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (PAIR | {"rejected": PAIR["chosen"]}, "are the same"),
     (PAIR | {"rejected": " "}, "`rejected` is empty"),
+    (PAIR | {"prompt": " "}, "the prompt is empty"),
     (PAIR | {"chosen": None}, "`chosen` is empty"),
     ({"prompt": [USER], "chosen": [GOOD], "rejected": [BAD | {"content": ""}]}, "is empty"),
     (
@@ -275,6 +276,18 @@ def test_labels_are_kept(tmp_path: Path) -> None:
 
     assert found.train.is_good is not None
     assert found.train.is_good.tolist() == [True, False] * 3
+
+
+def test_both_answers_of_a_pair_are_on_one_side_of_the_split(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "model", "chatml")
+    rows = [PAIR | {"prompt": f"hello {n}"} for n in range(20)]
+    data = write(tmp_path / "p.jsonl", rows)
+    found = encode(folder, data, Objective.KTO, eval_fraction=0.3)
+
+    assert found.eval is not None
+    places = [found.eval.place(at) for at in range(len(found.eval))]
+    assert (len(places), len(set(places))) == (12, 6)
+    assert found.report.num_duplicates == 0
 
 
 def test_one_labelled_answer_has_none_to_be_compared_with(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from chat_models import (
 )
 
 from tightfit.core.settings import TrainOn
-from tightfit.data.encode import mask_tokens
+from tightfit.data.encode_rows import mask_tokens
 from tightfit.data.formats import Message
 from tightfit.data.templates import ChatRenderer, choose_template, fold_system, list_templates
 from tightfit.data.tokenizer import ChatTokenizer, load_tokenizer

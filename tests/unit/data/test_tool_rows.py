@@ -8,10 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from chat_models import make_model
 
 from tightfit.core.errors import InvalidInputError
+from tightfit.core.objectives import ExampleKind
+from tightfit.core.strategy import DataSource
 from tightfit.data.formats import FORMATS, Conversation
+from tightfit.data.preferences import PreferenceFormat, recognise
 from tightfit.data.readers import Row
+from tightfit.data.sources import digest_sources, open_source, read_source
+from tightfit.data.templates import Prompter
+from tightfit.data.tokenizer import load_tokenizer
+from tightfit.evaluation.scored_models import read_questions
 
 WEATHER: dict[str, Any] = {
     "name": "get_weather",
@@ -199,3 +207,79 @@ def test_beside_a_plain_question_tools_may_be_anything() -> None:
     )
 
     assert FORMATS["alpaca"].to_conversation(row).tools == ()
+
+
+def read_file(folder: Path, tools: Any, *rows: dict[str, Any]) -> list[Conversation]:
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "tools.json").write_text(tools if isinstance(tools, str) else json.dumps(tools))
+    source = DataSource(path=str(folder / "rows.jsonl"), tools=str(folder / "tools.json"))
+    found = read_source(open_source(source))
+    return [row_format.to_conversation(row) for row, row_format in found]
+
+
+def test_a_file_of_tools_is_for_rows_without_a_list(tmp_path: Path) -> None:
+    messages = OPENAI["messages"]
+    other = {"name": "other"}
+    rows: list[dict[str, Any]] = [
+        {"messages": messages},
+        {"messages": messages, "tools": None},
+        {"messages": messages[:1] + messages[3:], "tools": [other]},
+        {"messages": messages[:1] + messages[3:], "tools": []},
+    ]
+
+    found = read_file(tmp_path, [WEATHER], *rows)
+
+    names = [[tool["function"]["name"] for tool in one.tools] for one in found]
+    assert names == [["get_weather"], ["get_weather"], ["other"], []]
+    assert found[0] == read(OPENAI)
+    [plain] = read_file(tmp_path, WEATHER, {"prompt": "Rain?", "completion": "No.", "tools": "x"})
+    assert [dict(tool) for tool in plain.tools] == [WRAPPED]
+    pair = {"prompt": [ASKED], "chosen": messages[1:2], "rejected": messages[3:]}
+    row = Row(pair, Path("a.jsonl"), 1, "line", tools=found[0].tools)
+    pairs = recognise(row, ExampleKind.PAIR)
+    assert isinstance(pairs, PreferenceFormat)
+    assert pairs.read(row).tools == found[0].tools
+
+
+@pytest.mark.parametrize(
+    ("tools", "row", "message"),
+    [
+        ("[]", OPENAI, "tools.json lists no tools"),
+        ("[{", OPENAI, "tools.json: `tools` cannot be read as JSON"),
+        ([{"name": ""}], OPENAI, "tools.json: tool 1 has no name"),
+        (
+            [{"name": "a"}],
+            {"messages": OPENAI["messages"]},
+            "line 1: message 2 calls `get_weather`",
+        ),
+        ([WEATHER], {"text": "plain"}, "line 1: plain text calls no tools"),
+    ],
+)
+def test_a_file_of_tools_that_does_not_fit(
+    tools: Any, row: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        read_file(tmp_path, tools, row)
+
+
+def test_a_changed_file_of_tools_is_other_data(tmp_path: Path) -> None:
+    digests = []
+    for tools in ([WEATHER], [WEATHER, {"name": "other"}]):
+        read_file(tmp_path, tools, OPENAI)
+        source = DataSource(path=str(tmp_path / "rows.jsonl"), tools=str(tmp_path / "tools.json"))
+        digests.append(digest_sources([open_source(source)]))
+    assert digests[0] != digests[1]
+
+
+def test_eval_asks_for_the_last_call(tmp_path: Path) -> None:
+    """Behind it stand its result and an answer, before which nothing is to be called."""
+    (tmp_path / "rows.jsonl").write_text(json.dumps(OPENAI) + "\n")
+    prompter = Prompter(load_tokenizer(make_model(tmp_path / "model", "chatml")), "hermes")
+    source = DataSource(path=str(tmp_path / "rows.jsonl"))
+
+    (_, [last]) = read_questions(source, prompter)
+    (_, [called]) = read_questions(source, prompter, prefers_calls=True)
+
+    assert (last.gold, last.gold_calls) == ("Yes.", ())
+    assert [call.name for call in called.gold_calls] == ["get_weather"]
+    assert [message.role for message in called.messages] == ["user"]

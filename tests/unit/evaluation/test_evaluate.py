@@ -17,12 +17,18 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from made_runs import make_plan
 from tightfit.cli.app import main
 from tightfit.core.errors import InvalidInputError, NotFoundError, SetupError
-from tightfit.core.strategy import Training
+from tightfit.core.objectives import Objective as ObjectiveKind
+from tightfit.core.settings import Method
+from tightfit.core.strategy import DataSource, Training
+from tightfit.data.encode import EncodeRequest, encode_dataset
 from tightfit.evaluation.evaluate import EvaluateRequest, evaluate_model
 from tightfit.evaluation.metrics import METRICS, AnswerScore, Metric, ScoreKind
 from tightfit.evaluation.scored_models import find_eval_target
 from tightfit.evaluation.scores import AnswerRow, Scores, estimate_interval
 from tightfit.runs.run_folder import RunFolder
+from tightfit.training.batches import BatchMaker, choose_collate
+from tightfit.training.preference import PreferenceObjective
+from tightfit.training.rewards import describe_rewards
 
 
 @pytest.fixture(autouse=True)
@@ -65,13 +71,74 @@ def read_answers(scores: Scores) -> list[AnswerRow]:
     return [AnswerRow.model_validate_json(line) for line in lines]
 
 
-def test_pairs_are_not_scored(run: RunFolder, tmp_path: Path) -> None:
+def write_pairs(folder: Path) -> Path:
+    pairs = folder / "pairs.jsonl"
+    rows = [
+        {"prompt": f"pet {n}?", "chosen": f"a {word}", "rejected": f"no {word} {n}"}
+        for n, word in enumerate(("name", "age", "pets", "where"))
+    ]
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return pairs
+
+
+@pytest.mark.parametrize("objective", [ObjectiveKind.SFT, ObjectiveKind.SIMPO])
+def test_pairs_have_the_rewards_of_training(
+    run: RunFolder, objective: ObjectiveKind, tmp_path: Path
+) -> None:
+    """As the training's own objective reports them, of the tuned model beside its base."""
+    pairs = write_pairs(tmp_path)
+    plan = run.read_plan()
+    assert plan.training is not None
+    strategy = plan.strategy.model_copy(update={"objective": objective})
+    training = plan.training.model_copy(
+        update={} if objective is ObjectiveKind.SFT else {"beta": 2.0}
+    )
+    run.write_plan(plan.model_copy(update={"strategy": strategy, "training": training}))
+
+    scores = evaluate_model(EvaluateRequest(target=str(run.path), data=str(pairs)))
+
+    auto: Any = AutoModelForCausalLM
+    model: Any = PeftModel.from_pretrained(
+        auto.from_pretrained(training.model_path), run.adapter_path
+    ).eval()
+    kind = ObjectiveKind.DPO if objective is ObjectiveKind.SFT else objective
+    strategy = strategy.model_copy(update={"objective": kind, "method": Method.LORA})
+    ours = PreferenceObjective(model, strategy, training)
+    store = encode_dataset(
+        EncodeRequest(
+            sources=[DataSource(path=str(pairs))],
+            model_folder=Path(training.model_path),
+            seq_len=96,
+            objective=kind,
+        )
+    ).train
+    maker = BatchMaker(store, choose_collate(store.description, is_packed=False), seed=0)
+    with torch.no_grad():
+        ours(**maker.make([(0,), (2,), (4,), (6,)]))
+    expected = describe_rewards(ours.take().tolist())
+    found = {metric.name: metric for metric in scores.metrics}
+    assert list(found) == ["reward_accuracy", "reward_margin", "likelier", "chosen_loss"]
+    assert scores.num_rows == 4
+    margin, accuracy = found["reward_margin"].scores, found["reward_accuracy"].scores
+    assert margin["tuned"].value == pytest.approx(expected.reward_margin, abs=1e-4)
+    assert accuracy["tuned"].value == expected.reward_accuracy
+    assert found["chosen_loss"].scores["tuned"].value == pytest.approx(
+        expected.chosen_nll, abs=1e-4
+    )
+    assert ("base" in margin) is (objective is ObjectiveKind.SIMPO)
+
+
+def test_what_is_no_pair_and_metrics_that_pairs_have_not(run: RunFolder, tmp_path: Path) -> None:
     """The remedy is none of training's options."""
-    pairs = tmp_path / "pairs.jsonl"
-    pairs.write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n")
-    with pytest.raises(InvalidInputError, match="line 1 holds preferences") as caught:
-        evaluate_model(EvaluateRequest(target=str(run.path), data=str(pairs)))
-    assert "--objective" not in caught.value.remedy
+    pairs, labelled = write_pairs(tmp_path), tmp_path / "labelled.jsonl"
+    labelled.write_text(json.dumps({"prompt": "a", "completion": "b", "label": True}) + "\n")
+    for data, metrics, message in (
+        (pairs, ("loss",), "line 1 holds a pair of answers, which loss does not score"),
+        (labelled, ("preference",), "line 1 holds no pair"),
+    ):
+        with pytest.raises(InvalidInputError, match=message) as caught:
+            evaluate_model(EvaluateRequest(target=str(run.path), data=str(data), metrics=metrics))
+        assert "--objective" not in caught.value.remedy
 
 
 def loss_by_library(model: Any, folder: Path, rows: Path) -> float:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from tightfit.api.estimate import estimate
 from tightfit.api.plan import buy, list_config_files, plan
@@ -143,6 +144,19 @@ def test_configurations_are_as_agreed(name: str, trainer: str, method: str, shar
             golden.parent.mkdir(parents=True, exist_ok=True)
             golden.write_text(text)
         assert golden.read_text() == text
+
+
+def test_trls_configuration_has_what_the_recipe_states(tmp_path: Path) -> None:
+    stated = {"beta": 0.3, "label_smoothing": 0.1, "learning_rate": 3e-6}
+    recipe = {"model": MODEL, "objective": "dpo", "lora": {"rank": 8, "alpha": 12}, **stated}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe))
+    best = plan(str(tmp_path / "recipe.yaml"), trainer="trl", on="A100-80GB", method="lora").best
+
+    (text,) = list_config_files(best, Path("plan.json")).values()
+
+    written = yaml.safe_load(text)
+    assert {name: written[name] for name in stated} == stated
+    assert written["lora_alpha"] == 12
 
 
 @pytest.mark.parametrize("sharding", ["ddp", "zero2", "zero3"])

@@ -21,6 +21,7 @@ from tightfit.models.config import read_config
 from tightfit.models.families.registry import find_family
 from tightfit.models.resolve import resolve_model
 from tightfit.runtime.adapters import add_adapters, load_adapter, save_adapter
+from tightfit.runtime.embedding_adapters import head_weight
 from tightfit.runtime.kernels.experts import use_grouped_experts
 from tightfit.runtime.load import load_base
 from tiny_configs import TINY, tiny_config
@@ -56,8 +57,13 @@ def answer(model: Any) -> torch.Tensor:
     return logits
 
 
+WITH_EMBEDDINGS = ("all-linear", "embeddings")
 FAMILIES = ("llama", "llama-tied", "qwen2", "qwen3", "gemma2", "gemma3")
-COUNTED = [(f, x) for f in FAMILIES for x in ({}, {"train_embeddings": True}, {"lora_rank": 3})]
+FIELDS: list[dict[str, Any]] = [
+    *({}, {"train_embeddings": True}, {"lora_rank": 3}),
+    {"lora_targets": WITH_EMBEDDINGS},
+]
+COUNTED = [(family, fields) for family in FAMILIES for fields in FIELDS]
 COUNTED += [("gpt2", {}), ("t5", {}), ("t5", {"lora_rank": 3})]
 
 
@@ -188,6 +194,9 @@ def train_a_little(model: Any) -> None:
         ("llama", {"dora": True}),
         ("llama", {"train_embeddings": True}),
         ("llama-tied", {"train_embeddings": True}),
+        ("llama", {"lora_targets": WITH_EMBEDDINGS}),
+        ("llama-tied", {"lora_targets": WITH_EMBEDDINGS}),
+        ("gemma3", {"lora_targets": ("q_proj", "embeddings")}),
         ("gpt2", {}),
         ("t5", {}),
         ("llama", {"weights": Dtype.NF4}),
@@ -230,9 +239,43 @@ def test_tied_embeddings_stay_tied() -> None:
     assert embedding is head
 
 
+@pytest.mark.parametrize("family", ["llama", "llama-tied"])
+def test_adapters_on_embeddings_have_the_gradients_of_the_whole_matrices(family: str) -> None:
+    """Of a model without adapters whose matrices are `W + scaling B A`: where embeddings and head
+    are one matrix, its gradient is that of both uses."""
+    strategy = fp32(lora_targets=("q_proj", "embeddings"), lora_rank=3)
+    model: Any = add_adapters(load(model_folder(family), strategy), strategy, TRAINING)
+    train_a_little(model)
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    a, b = embeddings.lora_embedding_A["default"], embeddings.lora_embedding_B["default"]
+    scaling = embeddings.scaling["default"]
+    model(input_ids=IDS, labels=IDS).loss.backward()
+
+    plain = load(model_folder(family), strategy)
+    changed = plain.get_input_embeddings().weight
+    plain.get_output_embeddings().weight.data = head_weight(head).detach()
+    changed.data = (embeddings.base_layer.weight + scaling * (b @ a).T).detach()
+    query = plain.model.layers[0].self_attn.q_proj
+    for layer, own in zip(plain.model.layers, model.base_model.model.model.layers, strict=True):
+        query, adapted = layer.self_attn.q_proj, own.self_attn.q_proj
+        query.weight.data = query.weight.data + adapted.get_delta_weight("default")
+    plain.requires_grad_(True)
+    plain(input_ids=IDS, labels=IDS).loss.backward()
+
+    g = changed.grad
+    assert torch.allclose(a.grad, scaling * b.T @ g.T, rtol=1e-4, atol=1e-4)
+    assert torch.allclose(b.grad, scaling * g.T @ a.T, rtol=1e-4, atol=1e-4)
+    hidden = torch.randn(2, head.base_layer.in_features)
+    assert torch.allclose(head(hidden), hidden @ head_weight(head).T, atol=1e-5)
+    if family == "llama-tied":
+        assert head.base_layer.weight is embeddings.base_layer.weight
+        assert torch.allclose(head_weight(head), changed, atol=1e-6)
+
+
+@pytest.mark.parametrize("fields", [{"train_embeddings": True}, {"lora_targets": WITH_EMBEDDINGS}])
 @pytest.mark.parametrize("family", ["gpt2", "t5"])
-def test_embeddings_that_peft_cannot_tie(family: str) -> None:
-    strategy = fp32(train_embeddings=True)
+def test_embeddings_that_peft_cannot_tie(family: str, fields: dict[str, Any]) -> None:
+    strategy = fp32(**fields)
     with pytest.raises(UsageError, match=f"{family} uses one matrix in several places"):
         add_adapters(load(model_folder(family), strategy), strategy, TRAINING)
 
