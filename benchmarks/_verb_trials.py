@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -37,29 +39,37 @@ def run_trials(
     kept = json.loads(result.read_text())["rows"] if result.exists() else []
     rows: dict[tuple[str, str], dict[str, Any]] = {(row["verb"], row["kind"]): row for row in kept}
     try:
-        for name in [name for name in given.verbs.split(",") if name] or lab.verbs:
-            verb, undisturbed = lab.verbs[name], None
-            for kind in kinds:
-                if given.fresh or (name, kind) not in rows:
-                    rows[name, kind] = {"verb": name, "kind": kind, "trials": 0, "failures": []}
-                row = rows[name, kind]
-                numbers = range(row["trials"], given.trials)
-                for number in [given.only] if given.only is not None else numbers:
-                    undisturbed = undisturbed or run_undisturbed(lab, verb)
-                    counts, words, problems = try_one(lab, verb, undisturbed, kind, number)
-                    print(name, kind, number, words, *problems, sep="; ", flush=True)
-                    if given.only is not None:
-                        continue
-                    row["trials"] += 1
-                    for key, count in counts.items():
-                        row[key] = row.get(key, 0) + count
-                    if problems:
-                        row["failures"].append(f"{number}, {words}: {'; '.join(problems)}"[:500])
-                    ordered = [
-                        rows[key] for key in [(v, k) for v in lab.verbs for k in kinds]
-                        if rows.get(key, {}).get("trials")
-                    ]  # fmt: skip
-                    write_result(result, command, rows=ordered)
+        names = [name for name in given.verbs.split(",") if name] or list(lab.verbs)
+        undisturbed: dict[str, Undisturbed] = {}
+        for name, kind in itertools.product(names, kinds):
+            if given.fresh or (name, kind) not in rows:
+                rows[name, kind] = {"verb": name, "kind": kind, "trials": 0, "failures": []}
+        while due := [
+            (rows[name, kind]["trials"], place, name, kind)
+            for place, (name, kind) in enumerate(itertools.product(names, kinds))
+            if rows[name, kind]["trials"] < given.trials
+        ]:
+            # Those with the fewest trials: a run that is cut off has as many of each.
+            fewest, _, name, kind = min(due)
+            number, row = fewest if given.only is None else given.only, rows[name, kind]
+            if name not in undisturbed:
+                undisturbed[name] = run_undisturbed(lab, lab.verbs[name])
+            began_s = time.monotonic()
+            counts, words, problems = try_one(lab, lab.verbs[name], undisturbed[name], kind, number)
+            seconds = f"{time.monotonic() - began_s:.0f} s"
+            print(name, kind, number, words, seconds, *problems, sep="; ", flush=True)
+            if given.only is not None:
+                break
+            row["trials"] += 1
+            for key, count in counts.items():
+                row[key] = row.get(key, 0) + count
+            if problems:
+                row["failures"].append(f"{number}, {words}: {'; '.join(problems)}"[:500])
+            ordered = [
+                rows[key] for key in itertools.product(lab.verbs, kinds)
+                if rows.get(key, {}).get("trials")
+            ]  # fmt: skip
+            write_result(result, command, rows=ordered)
     finally:
         lab.close()
     for row in rows.values():

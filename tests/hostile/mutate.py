@@ -6,7 +6,7 @@ import copy
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -120,30 +120,30 @@ def mutate_text(rng: Random, text: str) -> str:
     return "\n".join(lines)
 
 
-def mutate_tree(rng: Random, tree: Any, *, most: int = 3) -> Any:
+def mutate_tree(rng: Random, tree: Any, *, most: int = 3, values: Sequence[Any] = VALUES) -> Any:
     """A copy of a JSON tree with one to `most` values replaced, dropped, moved or nested."""
     found = copy.deepcopy(tree)
     for _ in range(rng.randint(1, most)):
-        places = list(_walk(found))
+        places = list(_walk(rng, found))
         if not places:
-            return rng.choice(VALUES)
+            return rng.choice(values)
         holder, key = rng.choice(places)
         match rng.randrange(8):
             case 0:
                 del holder[key]
             case 1:
-                holder[key] = nest(rng.choice(VALUES), rng.choice((1, 20, 130)), rng)
+                holder[key] = nest(rng.choice(values), rng.choice((1, 20, 130)), rng)
             case 2:
                 other, name = rng.choice(places)
                 holder[key] = copy.deepcopy(other[name])
             case 3 if isinstance(holder, dict):
-                holder[rng.choice(NAMES)] = rng.choice(VALUES)
+                holder[rng.choice(NAMES)] = rng.choice(values)
             case 4 if isinstance(holder[key], int | float) and holder[key] not in NUMBERS:
                 holder[key] = rng.choice((-holder[key], holder[key] * 10**9, f"{holder[key]}"))
             case 5 if isinstance(holder[key], list):
                 holder[key] = holder[key] * rng.choice((2, 1000 if len(holder[key]) < 10 else 3))
             case _:
-                holder[key] = rng.choice(VALUES)
+                holder[key] = rng.choice(values)
     return found
 
 
@@ -218,13 +218,18 @@ def _spell(rng: Random, value: Any) -> str:
     return text.encode("utf-8", "replace").decode()
 
 
-def _walk(tree: Any) -> list[tuple[Any, Any]]:
-    """Every holder with each of its keys."""
+_MOST_KEYS = 50
+
+
+def _walk(rng: Random, tree: Any) -> list[tuple[Any, Any]]:
+    """Every holder with its keys; few of the many of a vocabulary, so that others have a turn."""
     found: list[tuple[Any, Any]] = []
     todo = [tree]
     while todo:
         holder = todo.pop()
-        keys = list(holder) if isinstance(holder, dict) else range(len(holder))
+        keys = list(holder) if isinstance(holder, dict) else list(range(len(holder)))
+        if len(keys) > _MOST_KEYS:
+            keys = rng.sample(keys, 3)
         for key in keys:
             found.append((holder, key))
             if isinstance(holder[key], dict | list):

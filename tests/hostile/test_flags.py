@@ -52,7 +52,9 @@ def test_flags(trials: StartTrials) -> None:
     trials("flags", num_short=250).run(make_case)
 
 
-@pytest.mark.parametrize("name", ["a\0b", "a" * 300, "/".join(["a" * 200] * 30), "loop", "file/x"])
+@pytest.mark.parametrize(
+    "name", ["a\0b", "\udc80", "a" * 300, "/".join(["a" * 200] * 30), "loop", "file/x"]
+)
 @pytest.mark.parametrize(
     "words",
     [

@@ -24,14 +24,15 @@ Header = dict[str, Any]
 
 
 def pack(tensors: dict[str, tuple[int, ...]]) -> tuple[Header, bytes]:
-    """A header and zeros for fp32 tensors of these shapes."""
+    """A header and zeros for tensors of these shapes: fp32, but for the packed ones of GPTQ."""
     header: Header = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in tensors.items():
+        dtype = "I32" if name.endswith(("qweight", "qzeros", "g_idx")) else "F32"
         size = 4
         for length in shape:
             size *= length
-        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [end, end + size]}
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + size]}
         end += size
     return header, bytes(end)
 
@@ -56,6 +57,21 @@ def list_weights(num_words: int) -> dict[str, tuple[int, ...]]:
             f"{at}.{name}_layernorm.weight": (HIDDEN,) for name in ("input", "post_attention")
         }
     return found | {"model.norm.weight": (HIDDEN,)}
+
+
+def list_packed(num_words: int) -> dict[str, tuple[int, ...]]:
+    """The same with its linear layers in 4 bits and groups of 16, as GPTQ packs them."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, shape in list_weights(num_words).items():
+        layer = name.removesuffix(".weight")
+        if not layer.endswith("_proj"):
+            found[name] = shape
+            continue
+        rows, columns = shape
+        found |= {f"{layer}.qweight": (columns // 8, rows), f"{layer}.g_idx": (columns,)}
+        found |= {f"{layer}.qzeros": (columns // 16, rows // 8)}
+        found |= {f"{layer}.scales": (columns // 16, rows)}
+    return found
 
 
 def list_adapter() -> dict[str, tuple[int, ...]]:
@@ -168,6 +184,43 @@ def make_case(rng: Random, folder: Path, home: Path) -> list[str]:
 
 def test_safetensors(trials: StartTrials, home: Path) -> None:
     trials("safetensors", num_short=200).run(lambda rng, folder: make_case(rng, folder, home))
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("packed") / "model"
+    plant_model(folder)
+    config = json.loads((folder / "config.json").read_bytes())
+    write(folder / "model.safetensors", *pack(list_packed(config["vocab_size"])))
+    stated = {"quant_method": "gptq", "bits": 4, "group_size": 16, "desc_act": False, "sym": True}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": stated}))
+    return folder
+
+
+def make_packed_case(rng: Random, folder: Path, packed: Path) -> list[str]:
+    shutil.copytree(packed, folder / "model")
+    config = folder / "model" / "config.json"
+    if rng.random() < 0.7:
+        mutate_header(rng, folder / "model" / "model.safetensors")
+    else:
+        tree = json.loads(config.read_bytes())
+        stated = mutate_tree(rng, tree["quantization_config"])
+        config.write_bytes(write_json(rng, tree | {"quantization_config": stated}))
+    (folder / "ask.txt").write_text("add 1 and 1\n")
+    words = ["generate", "model", "--prompts", "ask.txt", "--out", "out.jsonl", "--no-check"]
+    return [*words, "--device", "cpu", "--max-new-tokens", "1"]
+
+
+def test_gptq(trials: StartTrials, packed: Path) -> None:
+    once = trials("gptq", num_short=20)
+    whole = ["--prompts", "ask.txt", "--out", "o", "--no-check", "--max-new-tokens", "1"]
+
+    def make(folder: Path) -> list[str]:
+        (folder / "ask.txt").write_text("add 1 and 1\n")
+        return ["generate", str(packed), *whole]
+
+    assert once.run_one("whole", make) == 0
+    once.run(lambda rng, folder: make_packed_case(rng, folder, packed))
 
 
 @pytest.mark.parametrize("verb", ["merge", "generate"])

@@ -1,6 +1,6 @@
 """Every command that starts a Python leaves the current folder out; without running the verbs.
 
-`test_planted_modules.py` runs the verbs that cost little. Here the source of the others is read.
+`test_verb_tour.py` runs the verbs that cost little. Here the source of the others is read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from verb_tour import plant
 HOME = Path(tightfit.__file__).parent
 INTERPRETERS = {"sys.executable", "PYTHON", "site.python_argv", "self._site.python_argv"}
 PLACES = {
-    "api/preflight.py", "cli/command.py", "clusters/local/workers.py",
+    "api/preflight.py", "clusters/local/workers.py",
     "clusters/slurm/script.py", "clusters/staging/nodes.py", "core/child_process.py",
     "export/quantize/gptq.py", "farming/backends/kubernetes.py", "farming/backends/local.py",
     "farming/backends/slurm.py", "runtime/build_rpc.py", "runtime/calibrate/links.py",

@@ -6,29 +6,32 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import copy
 import json
 import os
-import random
 import resource
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
+from mutate import VALUES, mutate_tree, write_json
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from cli_run import run_here
-from hostile_trials import count_cases
+from hostile_trials import StartTrials
 from tightfit.core.errors import UserError
 from tightfit.data.formats import Message
 from tightfit.data.templates import Prompter, TemplateRenderError
 from tightfit.data.tokenizer import load_tokenizer
 from word_model import ROWS, plant_model
 
-NUM_CASES = count_cases(300)
+NUM_SHORT = 300
 SECONDS = 12.0
 """To load and to encode a little; a slow pattern is given up after eight."""
 MOST_MEMORY = 2**30
@@ -111,25 +114,29 @@ def plant(folder: Path, document: dict[str, Any]) -> Path:
 
 
 def attempt(folder: Path) -> UserError | None:
-    """Load, ask, encode and decode; the one error, in limited time and memory."""
+    """The one error of its use, in limited time and memory."""
     started, memory = time.process_time(), peak_bytes()
     found: UserError | None = None
     try:
-        tokenizer = load_tokenizer(folder)
-        ids = tokenizer.encode("What is a 12 " + "a" * 40)
-        tokenizer.decode([*ids, 10**6])
-        tokenizer.choose_pad(tokenizer.stop_ids)
-        prompter = Prompter(tokenizer)
-        prompter.decode(prompter.ask(MESSAGES))
-        prompter.continue_text("aa é")
-    except TemplateRenderError:
-        pass
+        use(folder)
     except UserError as error:
         found = error
     assert found is None or found.remedy
     assert time.process_time() - started < SECONDS
     assert peak_bytes() - memory < MOST_MEMORY
     return found
+
+
+def use(folder: Path) -> None:
+    """Load, ask, encode and decode."""
+    tokenizer = load_tokenizer(folder)
+    ids = tokenizer.encode("What is a 12 " + "a" * 40)
+    tokenizer.decode([*ids, 10**6])
+    tokenizer.choose_pad(tokenizer.stop_ids)
+    prompter = Prompter(tokenizer)
+    with contextlib.suppress(TemplateRenderError):
+        prompter.decode(prompter.ask(MESSAGES))
+        prompter.continue_text("aa é")
 
 
 def peak_bytes() -> int:
@@ -361,104 +368,28 @@ def test_settings_of_wrong_types_are_passed_over_or_named(
 
 # Random changes.
 
-ODD: list[Any] = [
-    None,
-    True,
-    False,
-    0,
-    -1,
-    1,
-    2**31,
-    2**32,
-    2**64,
-    10**30,
-    1.5,
-    float("nan"),
-    "",
-    "a",
-]
-ODD += ["\0", "\ud800", "\U0010fff2", "<|im_end|>", "é" * 100, "a" * 100_000, [], {}, [[]], [{}]]
-ODD += [
-    [1],
-    ["a"],
-    {"a": 1},
-    {"type": "BPE"},
-    {"type": "Sequence"},
-    {"Regex": "(a+)+b"},
-    {"String": ""},
-]
-ODD += ["BPE", "Unigram", "WordPiece", "WordLevel", "ByteLevel", "Replace", "Metaspace", "(?<=a*)b"]
+TYPES: tuple[Any, ...] = (
+    *({"type": "BPE"}, {"type": "Sequence"}, {"Regex": "(a+)+b"}, {"String": ""}, [1], ["a"]),
+    *("BPE", "Unigram", "WordPiece", "WordLevel", "ByteLevel", "Replace", "Metaspace"),
+    *("(?<=a*)b", "<|im_end|>", "\U0010fff2", "a" * 100_000, "é" * 100, 2**31),
+)
+"""What these files are made of, where it does not belong."""
 
 
-class Mutator:
-    """A sound file, changed in a few places."""
-
-    def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
-
-    def change(self, value: Any) -> Any:
-        """A copy with something else somewhere."""
-        value = copy.deepcopy(value)
-        for _ in range(self.random.choice([1, 1, 1, 2, 3])):
-            places = list(self.places(value))
-            if not places:
-                return self.odd()
-            holder, key = self.random.choice(places)
-            how = self.random.random()
-            if how < 0.55:
-                holder[key] = self.odd()
-            elif how < 0.7:
-                del holder[key]
-            elif how < 0.8:
-                other, name = self.random.choice(places)
-                holder[key] = copy.deepcopy(other.get(name) if isinstance(other, dict) else value)
-            elif how < 0.9 and isinstance(holder, dict):
-                holder[str(self.odd())[:50]] = self.odd()
-            elif isinstance(holder, list):
-                holder += [holder[key]] * self.random.choice([1, 50])
-            else:
-                holder[key] = nested(self.random.choice([3, 50]), holder[key])
-        return value
-
-    def places(self, value: Any, depth: int = 0) -> Iterator[tuple[Any, Any]]:
-        """Few of the many entries of a vocabulary, so that the rest has its turn."""
-        if isinstance(value, dict | list) and depth < 8:
-            keys = list(value) if isinstance(value, dict) else list(range(len(value)))
-            for key in keys if len(keys) < 20 else self.random.sample(keys, 3):
-                yield value, key
-                yield from self.places(value[key], depth + 1)
-
-    def odd(self) -> Any:
-        return copy.deepcopy(self.random.choice(ODD))
-
-    def change_bytes(self, data: bytes) -> bytes:
-        at = self.random.randrange(len(data) + 1)
-        piece = self.random.choice(
-            [b"", b"\0", b"\xff", b"{", b"]", b'"', b"\\ud800", b"1e999", b","]
-        )
-        return data[:at] + piece + data[at + self.random.choice([0, 1, 100]) :]
-
-    def break_folder(self, folder: Path) -> str:
-        """Change one file; returns which and how, for the report of a failure."""
-        plant(folder, copy.deepcopy(self.random.choice(SEEDS)))
-        name = self.random.choice([*FILES[:5], "tokenizer.json", "tokenizer.json"])
-        path = folder / name
-        if self.random.random() < 0.8:
-            text = json.dumps(self.change(json.loads(path.read_text())))
-            path.write_text(text)
-        else:
-            path.write_bytes(self.change_bytes(path.read_bytes()))
-        return f"{name}: {path.read_text(errors='replace')[:3000]}"
+def break_folder(rng: Random, folder: Path) -> None:
+    """Change one file of a sound folder."""
+    plant(folder, copy.deepcopy(rng.choice(SEEDS)))
+    path = folder / rng.choice([*FILES[:5], "tokenizer.json", "tokenizer.json"])
+    tree = mutate_tree(rng, json.loads(path.read_text()), values=(*VALUES, *TYPES, *TYPES))
+    path.write_bytes(write_json(rng, tree) if rng.random() < 0.2 else json.dumps(tree).encode())
 
 
-@pytest.mark.parametrize("part", range(10))
-def test_random_files_load_or_end_in_one_error(part: int, tmp_path: Path) -> None:
-    for number in range(part, NUM_CASES, 10):
-        case = Mutator(number).break_folder(tmp_path / "model")
-        try:
-            attempt(tmp_path / "model")
-        except BaseException as error:
-            raise AssertionError(f"case {number}: {case}") from error
+def test_random_files_load_or_end_in_one_error(trials: StartTrials, tmp_path: Path) -> None:
+    def make(rng: Random) -> Callable[[], object]:
+        break_folder(rng, tmp_path / "model")
+        return partial(use, tmp_path / "model")
+
+    trials("tokenizers", num_short=NUM_SHORT).try_each(make)
 
 
 # Through the command line.
@@ -488,13 +419,13 @@ def test_prepare_says_in_one_error_what_is_wrong_with_a_tokenizer(
     assert "Traceback" not in answer.err
 
 
-def test_prepare_survives_random_tokenizers(
-    model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for number in range(NUM_CASES // 10):
-        other = model.parent / "other"
-        case = Mutator(1_000_000 + number).break_folder(other)
+def test_prepare_survives_random_tokenizers(trials: StartTrials) -> None:
+    def make(rng: Random, folder: Path) -> list[str]:
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+        plant_model(folder / "model")
+        break_folder(rng, folder / "other")
         for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
-            shutil.copyfile(other / name, model / name)
-        answer = run_here(["prepare", str(model), "--data", "rows.jsonl"], capsys)
-        assert answer.code in {0, 4}, f"case {number}: {case}\n{answer.err}"
+            shutil.copyfile(folder / "other" / name, folder / "model" / name)
+        return ["prepare", "model", "--data", "rows.jsonl"]
+
+    trials("prepare a tokenizer", num_short=NUM_SHORT // 10).run(make)

@@ -16,7 +16,13 @@ from typing import Any
 
 CHAT = "/v1/chat/completions"
 COMPLETION = "/v1/completions"
-PATHS = (CHAT, COMPLETION)
+TOKENIZE = "/tokenize"
+RESPONSES, MESSAGES = "/v1/responses", "/v1/messages"
+PATHS = (
+    *(CHAT, COMPLETION, TOKENIZE, "/detokenize", RESPONSES, MESSAGES),
+    f"{MESSAGES}/count_tokens",
+)
+"""That take a JSON body."""
 FEW_TOKENS = 4
 READ_SECONDS = 30.0
 """For an answer; a server that is silent for longer has lost the request."""
@@ -124,8 +130,12 @@ def http_request(
 
 def _valid_fields(path: str) -> dict[str, Any]:
     prompt: dict[str, Any] = {"messages": [{"role": "user", "content": "how many singers"}]}
-    if path == COMPLETION:
+    if path in (COMPLETION, TOKENIZE):
         prompt = {"prompt": "how many singers"}
+    if path == RESPONSES:
+        return {"input": "how many singers", "max_output_tokens": FEW_TOKENS}
+    if path == "/detokenize":
+        prompt = {"tokens": [5, 6, 7]}
     return {**prompt, "max_tokens": FEW_TOKENS}
 
 
@@ -134,7 +144,25 @@ _FIELDS = (
     *("top_k", "min_p", "repetition_penalty", "seed", "stop", "n", "ignore_eos", "stream", "user"),
     *("stream_options", "frequency_penalty", "presence_penalty", "logit_bias", "logprobs", "tools"),
     *("top_logprobs", "tool_choice", "functions", "function_call", "response_format", "modalities"),
-    *("audio", "best_of", "echo", "suffix", "unknown"),
+    *("audio", "best_of", "echo", "suffix", "unknown", "presence_penalty", "tokens"),
+    *("add_special_tokens", "return_token_strs", "input", "instructions", "max_output_tokens"),
+    *("text", "system", "stop_sequences", "thinking", "previous_response_id", "background"),
+)
+_SCHEMAS = (
+    *("{}", "true", "[]", '{"$ref": "#"}', '{"$ref": "#/$defs/a"}', '{"type": 5}', '{"enum": []}'),
+    '{"properties": {"a": {"$ref": "#"}}, "required": ["a"]}',
+    '{"anyOf": [{"properties": {"a": {"$ref": "#"}}}, {"properties": {"a": {"$ref": "#"}}}]}',
+    '{"items": ' * 60 + "{}" + "}" * 60,
+    '{"const": "' + "x" * 100_000 + '"}',
+    '{"enum": [' + ",".join(map(str, range(9000))) + "]}",
+    '{"type": "string", "minLength": 1e300}',
+    '{"type": "array", "items": {"type": "array", "minItems": 2000}, "minItems": 2000}',
+    '{"type": "integer", "minimum": 1e308, "maximum": -1e308}',
+    '{"properties": {"\\ud800": {}}}',
+)
+_PATTERNS = (
+    *("(a*)*", "(a|a)+$", "(.{0,99}x){0,99}", "(" * 999, "[", "\\", "a{2000}{2000}", "(?i)a"),
+    *("(((a?){30}){30}){30}", "[^\\u0000-\\u{10ffff}]", "\\ud800", "|" * 900, "x*" * 400),
 )
 _VALUES = (
     *("null", "true", "false", "0", "-1", "1e999", "-1e999", "NaN", "Infinity", "1.5", "-0.0"),
@@ -158,6 +186,13 @@ _VALUES = (
         '[["a"]]',
         '{"include_usage": 7}',
     ),
+    *(f'{{"type": "json_schema", "json_schema": {{"schema": {schema}}}}}' for schema in _SCHEMAS),
+    *(f'{{"type": "regex", "pattern": {json.dumps(pattern)}}}' for pattern in _PATTERNS),
+    *('"required"', '{"type": "function", "function": {"name": "f"}}'),
+    *('[{"type": "function_call_output", "call_id": "a", "output": "b"}]', '[{"type": "x"}]'),
+    *('[{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a"}]}]', '"any"'),
+    *('{"format": {"type": "json_schema", "schema": {"$ref": "#"}}}', '{"type": "tool"}'),
+    *('{"5": -100}', '{"-1": 0}', '{"5": 1e999}', '{"99999999": 1}', "20", "0.5"),
     *('[{"role": "user"}]', '[{"role": "\\ud83d", "content": "a"}]', '[{"content": [1]}]'),
     *('[{"role": "user", "content": [{"type": "image_url"}]}]', '"<script>alert(1)</script>"'),
 )

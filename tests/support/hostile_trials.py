@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -20,10 +21,12 @@ from typing import Any
 import pytest
 
 from tightfit.cli.app import main
-from tightfit.core.errors import EXIT_BUG
+from tightfit.core.errors import EXIT_BUG, UserError
 from word_model import plant_model
 
 CASES_VARIABLE = "TIGHTFIT_FUZZ_CASES"
+SECONDS_VARIABLE = "TIGHTFIT_FUZZ_SECONDS"
+"""No further cases of a kind after so long; the report says how many there were."""
 REPORT_VARIABLE = "TIGHTFIT_FUZZ_REPORT"
 """A file that gets a JSON line for each kind."""
 MOST_SECONDS = 10
@@ -34,6 +37,8 @@ MOST_BYTES = 2**30
 _MOST_SHOWN = 5
 MakeCase = Callable[[Random, Path], Sequence[str]]
 """Writes hostile files into an empty folder; returns the words to type there."""
+Attempt = Callable[[Random], Callable[[], object]]
+"""Makes a case; returns a call that works or raises a `UserError`."""
 
 
 class HangError(BaseException):
@@ -84,9 +89,30 @@ class Trials:
 
     def run(self, make_case: MakeCase) -> None:
         """As many seeded cases as are asked for."""
+        for name, rng in self._draw():
+            self.run_one(name, partial(make_case, rng))
+
+    def try_each(self, attempt: Attempt) -> None:
+        """As many seeded cases of a reader itself, without a command around it."""
+
+        def call(try_it: Callable[[], object]) -> int:
+            try:
+                try_it()
+            except UserError as error:
+                return error.exit_code if error.remedy else EXIT_BUG
+            return 0
+
+        for name, rng in self._draw():
+            try_it = attempt(rng)
+            self._judge(name, partial(call, try_it), says_errors=False)
+
+    def _draw(self) -> Iterator[tuple[str, Random]]:
+        """The cases' names and seeds."""
+        end = time.monotonic() + float(os.environ.get(SECONDS_VARIABLE, "inf"))
         for number in range(self._num_cases):
-            rng = Random(f"{self.tally.kind} {number}")
-            self.run_one(f"case {number}", lambda folder, rng=rng: make_case(rng, folder))  # type: ignore[misc]
+            if time.monotonic() > end:
+                break
+            yield f"case {number}", Random(f"{self.tally.kind} {number}")
 
     def run_one(self, name: str, make: Callable[[Path], Sequence[str]]) -> int:
         """One case in a folder of its own; its exit code."""
@@ -96,19 +122,19 @@ class Trials:
         try:
             words = make(home)
             os.chdir(home)
-            return self._judge(name, list(words))
+            return self._judge(f"{name}: {str(words)[:300]}", partial(main, list(words)))
         finally:
             os.chdir(before)
             _remove_tree(home)
 
-    def _judge(self, name: str, words: list[str]) -> int:
+    def _judge(self, name: str, call: Callable[[], int], *, says_errors: bool = True) -> int:
         self._capsys.readouterr()
         start_bytes = _reset_peak()
         start = time.monotonic()
         problem, code = "", -1
         try:
             with _time_limit():
-                code = main(words)
+                code = call()
         except HangError:
             problem = f"did not end within {MOST_SECONDS} s, or waited for {MOST_WAITING_SECONDS} s"
         except BaseException as error:
@@ -118,7 +144,7 @@ class Trials:
         _, err = self._capsys.readouterr()
         if not problem and (code == EXIT_BUG or "Traceback" in err):
             problem = err.strip()
-        elif not problem and code != 0 and "error:" not in err:
+        elif says_errors and not problem and code != 0 and "error:" not in err:
             problem = f"exit {code} without a message"
         elif not problem and grown > MOST_BYTES:
             problem = f"took {grown / 2**20:.0f} MiB more"
@@ -128,7 +154,7 @@ class Trials:
         tally.slowest_seconds = max(tally.slowest_seconds, seconds)
         tally.peak_bytes = max(tally.peak_bytes, grown)
         if problem:
-            tally.failures.append(f"{name}: {str(words)[:300]}: {problem[-1500:]}")
+            tally.failures.append(f"{name}: {problem[-1500:]}")
         return code
 
     def check(self) -> None:

@@ -32,34 +32,6 @@ from tightfit.core.packages import __version__
 if TYPE_CHECKING:
     from tightfit.core.options import Option
 
-# A command with `--hosts` runs in a process of its own, which may be lost with a host.
-
-HOSTS_OPTION = "--hosts"
-
-
-def run_in_guard(words: list[str]) -> int | None:
-    """The exit code of a command line with `--hosts`; None where it is to run in this process."""
-    hosts = _named_hosts(words)
-    if hosts is None:
-        return None
-    from tightfit.core.import_path import module_words
-    from tightfit.engines.llama_devices import join_guard, read_hosts, run_guarded
-
-    if join_guard():
-        return None
-    return run_guarded([sys.executable, *module_words("tightfit", *words)], read_hosts(hosts))
-
-
-def _named_hosts(words: list[str]) -> str | None:
-    """As the option parser will read it: the last one counts."""
-    found = None
-    for word, following in zip(words, [*words, ""][1:], strict=True):
-        name, sign, value = word.partition("=")
-        if name == HOSTS_OPTION:
-            found = value if sign else following
-    return found
-
-
 # Makes a typer command of a frozen dataclass of options and a verb that is loaded when called.
 
 
@@ -272,9 +244,7 @@ def _run(words: list[str], *, as_json: bool) -> int:
     is_completing = any(name.endswith("_COMPLETE") for name in os.environ)
     command = typer.main.get_command(build_app(VERBS if is_completing else words))
     try:
-        code = run_in_guard(words)
-        if code is None:
-            code = command.main(args=words, prog_name="tightfit", standalone_mode=False)
+        code = command.main(args=words, prog_name="tightfit", standalone_mode=False)
     except UserError as error:
         return report_error(error, as_json=as_json)
     except _ParserError as error:

@@ -15,9 +15,8 @@ from pydantic_core import to_jsonable_python
 
 from tightfit.clusters.nodes import node_command
 from tightfit.clusters.site import Site
-from tightfit.core import errors as error_types
 from tightfit.core.child_process import ChildProcess, Message, SendMessage, read_messages
-from tightfit.core.errors import SetupError, UserError
+from tightfit.core.errors import SetupError, error_from_message, error_to_message
 from tightfit.core.files import find_write_error
 
 FINAL_OUTPUT_SECONDS = 1.0
@@ -118,12 +117,8 @@ def settle(answer: Future[Any], reply: Message, *, node: str) -> None:
     """Set what `answer_request` replied as the future's result or exception."""
     if "answer" in reply:
         answer.set_result(reply["answer"])
-    elif "error" in reply:
-        error = reply["error"]
-        kind = getattr(error_types, str(error["kind"]), UserError)
-        answer.set_exception(kind(f"{node}: {error['problem']}", remedy=error["remedy"]))
     else:
-        answer.set_exception(RuntimeError(f"the agent on {node} failed: {reply.get('bug')}"))
+        answer.set_exception(error_from_message(reply["error"], place=f"{node}: "))
 
 
 # The agent's side.
@@ -149,11 +144,7 @@ def answer_request(handlers: Handlers, request: Message) -> Message:
             raise ValueError(f"no question is named {request['do']}")
         return {"answer": to_jsonable_python(handlers[request["do"]](**request["given"]))}
     except Exception as error:
-        found = error if isinstance(error, UserError) else find_write_error(error)
-        if found is None:
-            return {"bug": f"{type(error).__name__}: {error}"[:400]}
-        kind = type(found).__name__
-        return {"error": {"kind": kind, "problem": found.problem, "remedy": found.remedy}}
+        return {"error": error_to_message(find_write_error(error) or error)}
 
 
 def after_setup(site: Site, argv: Sequence[str]) -> list[str]:

@@ -40,8 +40,12 @@ class ChildProcess:
         env: Mapping[str, str] | None = None,
         log: Path | None = None,
         limit_seconds: float | None = None,
+        inherited: Sequence[int] = (),
     ) -> None:
-        """`log` receives its stderr; after `limit_seconds` it is killed. OSError: cannot start."""
+        """`log` receives its stderr; after `limit_seconds` it is killed. OSError: cannot start.
+
+        `inherited`: open files that it has too, under the same numbers.
+        """
         self._other_output = ""
         # A file, not a pipe: nothing has to read it, and all of it is there when the child ends.
         self._stderr = tempfile.TemporaryFile() if log is None else log.open("w+b")  # noqa: SIM115
@@ -53,6 +57,7 @@ class ChildProcess:
                 stderr=self._stderr,
                 env=env,
                 start_new_session=True,
+                pass_fds=inherited,
             )
         except OSError:
             self._stderr.close()
@@ -61,7 +66,9 @@ class ChildProcess:
         self._sending = threading.Lock()
         self._reading = threading.RLock()
         """Held while `_stderr` is read or closed: its descriptor may be another file's by then."""
-        self._alarm = threading.Timer(limit_seconds or 0.0, self._process.kill)
+        self.is_late = False
+        """Whether it was killed at its limit."""
+        self._alarm = threading.Timer(limit_seconds or 0.0, self._kill_late)
         if limit_seconds is not None:
             self._alarm.daemon = True
             self._alarm.start()
@@ -82,6 +89,14 @@ class ChildProcess:
         except (OSError, ValueError):  # ValueError: stdin was closed
             return False
         return True
+
+    def lift_limit(self) -> None:
+        """It may run for as long as it likes from now on."""
+        self._alarm.cancel()
+
+    def _kill_late(self) -> None:
+        self.is_late = True
+        self._process.kill()
 
     def close_stdin(self) -> None:
         """Nothing more will be sent."""

@@ -14,6 +14,8 @@ Other exit codes are the `EXIT_*` constants.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+
 from tightfit.core.text import disarm
 
 EXIT_BUG = 70
@@ -103,3 +105,29 @@ def first_line(error: BaseException) -> str:
     """The first line of an error's message, without its full stop; its type if it has none."""
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(".") if lines else type(error).__name__
+
+
+# Errors between processes that send each other JSON.
+
+
+def error_to_message(error: Exception) -> dict[str, str]:
+    """What `error_from_message` makes the error of again, in another process."""
+    if isinstance(error, UserError):
+        kind = type(error).__name__
+        return {"kind": kind, "problem": error.problem, "remedy": error.remedy}
+    return {"bug": f"{type(error).__name__}: {error}"[:400]}
+
+
+def error_from_message(message: Mapping[str, str], *, place: str = "") -> Exception:
+    """`place` stands before the problem: where it was met."""
+    if "bug" in message:
+        return RuntimeError(place + message["bug"])
+    kinds = {kind.__name__: kind for kind in _list_kinds(UserError)}
+    kind = kinds.get(message["kind"], UserError)
+    return kind(place + message["problem"], remedy=message["remedy"])
+
+
+def _list_kinds(kind: type[UserError]) -> Iterator[type[UserError]]:
+    yield kind
+    for below in kind.__subclasses__():
+        yield from _list_kinds(below)

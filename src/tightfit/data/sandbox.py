@@ -517,8 +517,11 @@ def _size_of_trim(text: Any, chars: Any = None) -> int:
     return 0
 
 
-def _size_of_tojson(value: Any, *_: Any, indent: Any = None, separators: Any = None) -> int:
-    size = _THREAD.limits.measure(value)
+def _size_of_tojson(
+    value: Any, _ascii: Any = False, indent: Any = None, separators: Any = None, *_: Any, **__: Any
+) -> int:
+    # json makes the indent of a number and of an empty text too.
+    size = _THREAD.limits.measure(value) + _ITEM_CHARS
     wide = abs(indent) if isinstance(indent, int) else len(indent or "")
     for separator in separators or ():
         wide += len(str(separator))
@@ -530,6 +533,7 @@ def _size_of_string(value: Any) -> int:
 
 
 _CONVERSION = re.compile(r"%(?:\([^)]*\))?[#0\- +]*(\*|\d+)?(?:\.(\*|\d+))?")
+_NESTED_KEY = re.compile(r"%\([^)]*\(")
 _NUMBER = re.compile(r"\d+")
 
 
@@ -537,6 +541,8 @@ def _size_of_percent(text: Any, args: Any) -> int:
     """Of `text % args`."""
     if isinstance(text, bytes):
         text = text.decode("latin-1")
+    if _NESTED_KEY.search(text):
+        raise TemplateLimitError("it writes a format with parentheses in the name of a field")
     size = _THREAD.limits.measure(args)
     num_fields = text.count("%") if isinstance(args, Mapping) else 1
     total = len(text) + size * num_fields

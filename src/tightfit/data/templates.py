@@ -41,6 +41,7 @@ class TemplateRenderError(Exception):
     """A template refused these messages, or broke on them."""
 
 
+@lru_cache(maxsize=16)  # verbs open the same model several times: tens of milliseconds each
 def compile_template(text: str, name: str) -> Template:
     """A template ready to render; raises `InvalidInputError` for an error in its text."""
     from jinja2 import TemplateSyntaxError
@@ -698,11 +699,11 @@ class Prompter:
         """The prompt's text as the template writes it, control tokens by their names."""
         return self.tokenizer.control.unseal(self._sealed(messages, tools))
 
-    def continue_text(self, text: str) -> tuple[int, ...]:
-        """Tokens of a plain text to be continued, begun as the tokenizer begins a text."""
+    def continue_text(self, text: str, *, begins: bool = True) -> tuple[int, ...]:
+        """Tokens of a plain text to be continued; `begins` as the tokenizer begins a text."""
         text.encode()  # as in `ask`
         control = self.tokenizer.control
-        sealed = self.tokenizer.bos_alias + control.seal(control.escape(text))
+        sealed = self.tokenizer.bos_alias * begins + control.seal(control.escape(text))
         return tuple(self.tokenizer.encode_sealed([sealed])[0].ids)
 
     def count_tokens(self, text: str) -> int:
@@ -729,8 +730,12 @@ class StopTextFilter:
         self._stops = [stop for stop in stops if stop]
         self._shown: list[str] = []
         self._held = ""
-        self.is_stopped = False
-        """A stop text was found: nothing that comes after it counts."""
+        self.stopped_by: str | None = None
+        """The stop text that was found: nothing that comes after it counts."""
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.stopped_by is not None
 
     @property
     def text(self) -> str:
@@ -746,10 +751,10 @@ class StopTextFilter:
         if self.is_stopped:
             return ""
         text = self._held + text
-        found = [at for stop in self._stops if (at := text.find(stop)) >= 0]
+        found = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if found:
-            self.is_stopped = True
-            self._held = text[: min(found)]
+            at, self.stopped_by = min(found)
+            self._held = text[:at]
             return self.finish()
         longest = max(map(len, self._stops), default=1) - 1
         count = next(
@@ -838,9 +843,7 @@ class TextStream:
     def __init__(
         self, prompter: Prompter, stops: Sequence[str] = (), kept: Collection[int] = ()
     ) -> None:
-        self._prompter = prompter
-        self._kept = kept
-        """Control tokens that are shown."""
+        self._tokenizer = prompter.tokenizer
         self._hidden = prompter.control_ids.difference(kept)
         self._filter = StopTextFilter(stops)
         self._tokens: list[int] = []
@@ -856,6 +859,11 @@ class TextStream:
         return self._filter.is_stopped
 
     @property
+    def stopped_by(self) -> str | None:
+        """The stop text that was found."""
+        return self._filter.stopped_by
+
+    @property
     def text(self) -> str:
         """All that was decoded so far, cut at a stop text."""
         return self._filter.text + self._tail
@@ -865,8 +873,8 @@ class TextStream:
         if self.is_stopped:
             return ""
         self._tokens.extend(token for token in token_ids if token not in self._hidden)
-        before = self._prompter.decode(self._tokens[self._start : self._settled], self._kept)
-        piece = self._prompter.decode(self._tokens[self._start :], self._kept)[len(before) :]
+        before = self._tokenizer.decode(self._tokens[self._start : self._settled])
+        piece = self._tokenizer.decode(self._tokens[self._start :])[len(before) :]
         is_whole = not piece.endswith(_UNFINISHED)
         if is_whole and piece:
             self._start, self._settled = self._settled, len(self._tokens)

@@ -1,22 +1,22 @@
-"""The llama.cpp engine: GGUF files in this process, several requests at once."""
+"""The llama.cpp engine: GGUF files in a process of their own, several requests at once."""
 
 from __future__ import annotations
 
 import atexit
-import contextlib
 import queue
-import secrets
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tightfit.core.errors import InvalidInputError
-from tightfit.core.files import temporary_folder
 from tightfit.core.sampling import Sampling
+from tightfit.data.grammar import read_grammar, write_gbnf
 from tightfit.data.templates import Prompter, StopTextFilter
-from tightfit.engines.llama_devices import add_hosts, choose_threads, enable_keepalive, list_gpus
+from tightfit.data.tokenizer import OVERLONG_STARTS
+from tightfit.engines.llama_process import LlamaProcess, LlamaSettings
 from tightfit.engines.open import EngineRequest, open_prompter
 from tightfit.engines.protocol import (
     BaseAnswer,
@@ -26,12 +26,12 @@ from tightfit.engines.protocol import (
     Listener,
     Request,
     Ticket,
+    TokenLogprob,
     choose_context,
     name_gpus,
 )
 from tightfit.hardware.machine import read_machine
 from tightfit.models.gguf import NOT_PARAMETERS, GgufHeader, LongArray, read_gguf_header
-from tightfit.runtime.llama_cpp import LlamaModel, check_opens, load_library
 
 if TYPE_CHECKING:
     import numpy as np
@@ -132,7 +132,7 @@ def make_completion_body(
     llama.cpp's own defaults would cut at top-k 40, top-p 0.95 and min-p 0.05.
     `verbose` puts token ids into the stream; `return_progress` says what was cached.
     """
-    return {
+    body: dict[str, Any] = {
         "prompt": list(prompt),
         "max_tokens": num_new_tokens,
         "samplers": _choose_samplers(sampling),
@@ -142,6 +142,9 @@ def make_completion_body(
         "min_p": sampling.min_p,
         "repeat_penalty": sampling.repetition_penalty,
         "repeat_last_n": len(prompt) + num_new_tokens,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "logit_bias": [list(pair) for pair in sampling.logit_bias],
         "seed": RANDOM_SEED if sampling.seed is None else sampling.seed % RANDOM_SEED,
         "ignore_eos": sampling.ignores_stop_tokens,
         "cache_prompt": True,
@@ -150,11 +153,18 @@ def make_completion_body(
         "return_tokens": True,
         "return_progress": True,
     }
+    if sampling.top_logprobs is not None:
+        # It takes 0 for none at all; one likeliest token too many costs nothing.
+        body["logprobs"] = max(1, sampling.top_logprobs)
+    if sampling.grammar is not None:
+        body["grammar"] = write_gbnf(read_grammar(sampling.grammar))
+    return body
 
 
 def _choose_samplers(sampling: Sampling) -> list[str]:
     """Samplers that have an effect. At temperature 0 one token is left: none may follow."""
-    chosen = [] if sampling.repetition_penalty == 1.0 else ["penalties"]
+    is_penalized = sampling.repetition_penalty != 1.0 or sampling.counts_tokens
+    chosen = ["penalties"] if is_penalized else []
     chosen.append("temperature")
     if sampling.temperature > 0:
         chosen += ["top_k"] * (sampling.top_k > 0)
@@ -182,13 +192,15 @@ class LlamaAnswer(BaseAnswer[StopTextFilter]):
         prompter: Prompter,
         stop_ids: Sequence[int],
         max_new_tokens: int,
+        forbidden: Sequence[int] = (),
     ) -> None:
         super().__init__(request, listener, stop_ids, StopTextFilter(request.sampling.stop))
         self._prompter = prompter
         self._max_new_tokens = max_new_tokens
+        self._forbidden = forbidden
         self._reason: FinishReason | None = None
 
-    def run(self, server: Any) -> None:
+    def run(self, process: LlamaProcess) -> None:
         """Block until the answer has ended and the listener was called."""
         body = make_completion_body(
             self.request.prompt, self.request.sampling, num_new_tokens=self._max_new_tokens
@@ -196,10 +208,12 @@ class LlamaAnswer(BaseAnswer[StopTextFilter]):
         # Control tokens have no text unless they are named here.
         token_name = self._prompter.tokenizer.token_name
         body["preserved_tokens"] = [token_name(token) for token in self.request.kept_control]
+        # It holds an answer to a grammar by code points, and reads those of too many bytes too.
+        body["logit_bias"] += [[token, False] for token in self._forbidden]
         try:
             if not self.is_cancelled:
-                server.handle_completions(body, self._take)
-        except Exception as error:  # whatever the binding raises belongs to this answer
+                process.handle_completions(body, self._take)
+        except Exception as error:  # whatever is raised belongs to this answer
             self.fail(error)
         if self._reason is None and self.is_cancelled:
             self._reason = FinishReason.CANCELLED
@@ -209,7 +223,7 @@ class LlamaAnswer(BaseAnswer[StopTextFilter]):
             self.end(self._reason)
 
     def _take(self, chunk: dict[str, Any]) -> bool:
-        """One chunk of the stream. True ends it; an exception would be lost in the binding."""
+        """One chunk of the stream. True ends it."""
         try:
             return self._read(chunk)
         except Exception as error:
@@ -243,7 +257,9 @@ class LlamaAnswer(BaseAnswer[StopTextFilter]):
             text = text[1:]
         is_end = any(token in self.stop_ids for token in tokens)
         if not is_end:
-            self.show(self.text.push(text), self._name_tokens(tokens, text, num_hidden))
+            logprobs = read_logprobs(choice.get("logprobs"), self.request.sampling.top_logprobs)
+            named = self._name_tokens(tokens, text, num_hidden)
+            self.show(self.text.push(text), named, logprobs)
         if is_end or self.text.is_stopped:
             self._reason = FinishReason.STOP
         return self._reason is not None
@@ -254,6 +270,20 @@ class LlamaAnswer(BaseAnswer[StopTextFilter]):
         guess = self._prompter.tokenizer.encode(text)
         fits = len(guess) == num_hidden + len(tokens) and guess[-1:] == tokens[-1:]
         return guess if fits else tokens
+
+
+def read_logprobs(reported: Any, count: int | None) -> list[TokenLogprob]:
+    """llama.cpp's entries for one chunk, with as many of the likeliest tokens as asked for."""
+    if reported is None or count is None:
+        return []
+    return [
+        TokenLogprob(
+            token=int(entry["id"]),
+            logprob=float(entry["logprob"]),
+            top=tuple((int(t["id"]), float(t["logprob"])) for t in entry["top_logprobs"][:count]),
+        )
+        for entry in reported["content"]
+    ]
 
 
 def _as_error(error: dict[str, Any]) -> Exception:
@@ -269,22 +299,13 @@ def _as_error(error: dict[str, Any]) -> Exception:
 
 CPU_SLOTS, GPU_SLOTS = 4, 8
 """Enough to share the reading of weights, few enough for quick answers."""
-CPU_BATCH_TOKENS = 128
-"""Prompt tokens per batch. llama.cpp's 2,048 would block other requests for too long."""
 SPARE_MEMORY_FRACTION = 0.25
 """Of the free RAM: what automatically chosen slots may take."""
-SCORED_POSITIONS = 512
-MAX_SOCKET_PATH = 100
-"""The kernel allows 108 bytes for a socket's path."""
 
 
 def open_llama(request: EngineRequest, *, why: str) -> LlamaEngine:
     """Load a GGUF file. `request.device` is decided: `cpu`, `cuda` or `cuda:N`."""
-    load_library()  # raises for a missing or broken wheel
-    import xllamacpp
-
     file = read_llama_file(request.artefact.path)
-    check_opens(file.path)
     context = choose_context(request.context, file.context)
     is_gpu = request.device != "cpu" or bool(request.hosts)
     # As many as are worthwhile, within a share of the free memory.
@@ -292,15 +313,23 @@ def open_llama(request: EngineRequest, *, why: str) -> LlamaEngine:
     most = int(room // max(1, file.kv_bytes_per_token * context))
     slots = request.slots or max(1, min(GPU_SLOTS if is_gpu else CPU_SLOTS, most))
     prompter = open_prompter(request)
-    add_hosts(request.hosts)
-    settings = _make_settings(request, context=context, slots=slots)
+    process = LlamaProcess(
+        LlamaSettings(
+            path=str(file.path),
+            context=context,
+            slots=slots,
+            device=request.device,
+            threads=request.threads,
+            hosts=request.hosts,
+        )
+    )
     info = EngineInfo(
         engine="llama.cpp",
-        version=str(xllamacpp.__version__),
+        version=process.facts.version,
         why=why,
         model=request.artefact.name,
         format=file.format,
-        device=name_gpus(len(list_gpus())) if request.device == "cuda" else request.device,
+        device=name_gpus(process.facts.num_gpus) if request.device == "cuda" else request.device,
         max_context=context,
         num_slots=slots,
         num_params=file.num_params,
@@ -308,27 +337,20 @@ def open_llama(request: EngineRequest, *, why: str) -> LlamaEngine:
         kv_bytes_per_token=file.kv_bytes_per_token,
         num_hosts=len(request.hosts),
     )
-    server = start_server(settings, file.path)
-    if request.hosts:
-        enable_keepalive(request.hosts)
-    return LlamaEngine(server, info=info, prompter=prompter, file=file)
+    return LlamaEngine(process, info=info, prompter=prompter, file=file)
 
 
 class LlamaEngine(BaseEngine):
-    """One GGUF file in memory, with as many worker threads as llama.cpp has slots."""
+    """One GGUF file in a process, with as many worker threads as llama.cpp has slots."""
 
     def __init__(
-        self, server: Any, *, info: EngineInfo, prompter: Prompter, file: LlamaFile
+        self, process: LlamaProcess, *, info: EngineInfo, prompter: Prompter, file: LlamaFile
     ) -> None:
         super().__init__(info, prompter, num_vocabulary=file.num_vocabulary)
-        self._server = server
-        self._file = file
-        self._stop_ids = (*prompter.stop_ids, *_probe_stop_ids(server))
+        self.process = process
+        self._stop_ids = (*prompter.stop_ids, *process.facts.stop_ids)
         self._waiting: queue.SimpleQueue[LlamaAnswer | None] = queue.SimpleQueue()
         self._running: set[LlamaAnswer] = set()
-        self._scorer: LlamaModel | None = None
-        self._scorer_positions = 0
-        self._scorer_lock = threading.Lock()
         self._workers = [
             threading.Thread(target=self._work, name=f"llama-{number}", daemon=True)
             for number in range(info.num_slots)
@@ -344,12 +366,17 @@ class LlamaEngine(BaseEngine):
             prompter=self.prompter,
             stop_ids=self._stop_ids,
             max_new_tokens=self._check_request(request),
+            forbidden=self._overlong_starts if request.sampling.grammar is not None else (),
         )
         with self._lock:
             self._check_open()
             self._running.add(answer)
             self._waiting.put(answer)
         return answer
+
+    @cached_property
+    def _overlong_starts(self) -> tuple[int, ...]:
+        return self.prompter.tokenizer.find_lone_bytes(OVERLONG_STARTS)
 
     def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
         if not 0 < len(tokens) <= self.info.max_context:
@@ -358,12 +385,14 @@ class LlamaEngine(BaseEngine):
                 f"{self.info.max_context:,} are possible.",
                 remedy="score the text in pieces, or allow more: --context N",
             )
-        with self._scorer_lock:
-            return self._open_scorer(len(tokens)).logits(tokens)
+        with self._lock:
+            self._check_open()
+        return self.process.logits(tokens)
 
     def tokenize(self, text: str) -> list[int]:
-        with self._scorer_lock:
-            return self._open_scorer(1).tokenize(text)
+        with self._lock:
+            self._check_open()
+        return self.process.tokenize(text)
 
     def close(self) -> None:
         if self._set_closed():
@@ -372,105 +401,16 @@ class LlamaEngine(BaseEngine):
                     answer.cancel()
             for _ in self._workers:
                 self._waiting.put(None)
-        with self._scorer_lock:
-            if self._scorer is not None:
-                self._scorer.close()
-                self._scorer = None
-        if threading.current_thread() in self._workers:
-            return  # called by a listener: a worker cannot join itself
+        if threading.current_thread() in self._workers or self.process.is_reader():
+            return  # called by a listener: a thread cannot join itself
         for worker in self._workers:
             worker.join()
-        self._server = None
+        self.process.close()
         atexit.unregister(self.close)
 
     def _work(self) -> None:
         """Answer one request after another; llama.cpp batches those of all workers."""
         while (answer := self._waiting.get()) is not None:
-            answer.run(self._server)
+            answer.run(self.process)
             with self._lock:
                 self._running.discard(answer)
-
-    def _open_scorer(self, num_tokens: int) -> LlamaModel:
-        """A second model of the same file; its mapped pages are shared with the server's."""
-        with self._lock:
-            self._check_open()
-        if self._scorer is None or num_tokens > self._scorer_positions:
-            positions = max(SCORED_POSITIONS, num_tokens)
-            if self._scorer is not None:
-                self._scorer.close()
-                self._scorer = None
-            threads = choose_threads(None)
-            self._scorer = LlamaModel(self._file.path, num_positions=positions, num_threads=threads)
-            self._scorer_positions = positions
-        return self._scorer
-
-
-def start_server(settings: Any, path: Path) -> Any:
-    """llama.cpp's server without a port: its socket is deleted at once."""
-    import xllamacpp
-
-    try:
-        with temporary_folder() as home:
-            socket = home / "llama.sock"
-            if len(str(socket).encode()) <= MAX_SOCKET_PATH:
-                settings.hostnames = [str(socket)]
-            # Where the path is too long, it uses a loopback port, protected by a random key.
-            settings.api_keys = [secrets.token_hex(32)]
-            return xllamacpp.Server(settings)
-    except RuntimeError as error:
-        raise InvalidInputError(
-            f"llama.cpp cannot load {path}: the file is damaged, of a kind that this release "
-            "does not support, or too large for the memory.",
-            remedy="`tightfit models FILE` shows what is in it; make or fetch it again, or try "
-            "a smaller --context or --parallel",
-        ) from error
-
-
-def _make_settings(request: EngineRequest, *, context: int, slots: int) -> Any:
-    import xllamacpp
-
-    settings = xllamacpp.CommonParams()
-    settings.model.path = str(request.artefact.path)
-    settings.n_ctx = context * slots  # llama.cpp divides it by the slots
-    settings.n_parallel = slots
-    settings.kv_unified = False
-    if request.device == "cpu" or not list_gpus():
-        # Requests join and are cancelled between two batches: a long prompt must not delay them.
-        settings.n_batch = settings.n_ubatch = max(CPU_BATCH_TOKENS, slots)
-    threads = choose_threads(request.threads)
-    settings.cpuparams.n_threads = threads
-    settings.cpuparams_batch.n_threads = threads
-    settings.n_threads_http = 1
-    settings.verbosity = -1
-    settings.warmup = False  # probing the stop tokens warms up
-    settings.cache_ram_mib = 0  # prompts stay in their slots; no second copy in RAM
-    settings.cache_idle_slots = False
-    settings.endpoint_slots = False
-    settings.ui = False
-    # Prompts come as tokens: llama.cpp need not run the model's own template, which has no limits.
-    settings.chat_template, settings.use_jinja = "chatml", False
-    if request.device == "cpu" and not request.hosts:
-        settings.n_gpu_layers = 0
-    number = request.device.partition(":")[2]
-    if number:
-        settings.main_gpu = int(number)
-        settings.split_mode = xllamacpp.llama_split_mode.LLAMA_SPLIT_MODE_NONE
-    return settings
-
-
-def _probe_stop_ids(server: Any) -> frozenset[int]:
-    """llama.cpp's own end tokens: those that `ignore_eos` forbids. Also warms up."""
-    chunks: list[dict[str, Any]] = []
-    body = {
-        "prompt": [0],
-        "max_tokens": 1,
-        "ignore_eos": True,
-        "stream": True,
-        "verbose": True,
-        "cache_prompt": False,
-    }
-    server.handle_completions(body, chunks.append)
-    with contextlib.suppress(KeyError, IndexError, TypeError):
-        settings = chunks[-1]["__verbose"]["generation_settings"]
-        return frozenset(int(entry["token"]) for entry in settings["logit_bias"])
-    return frozenset()

@@ -1,29 +1,22 @@
 """Devices that llama.cpp computes on: local GPUs, CPU threads, and other hosts over RPC.
 
-llama.cpp ends the process when an RPC host does not answer, so hosts are probed first, and a
-process that uses them runs under a guard process that reports a lost host.
+llama.cpp ends its process when an RPC host does not answer, so hosts are probed first, and the
+process that started it (`llama_process.py`) reports a lost host.
 """
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 import re
-import resource
-import signal
 import socket
 import stat
 import struct
-import subprocess
 import sys
-from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import psutil
 
-from tightfit.core.child_process import end_with_parent
 from tightfit.core.errors import SetupError, UsageError
 from tightfit.hardware.machine import read_machine
 from tightfit.runtime.llama_cpp import (
@@ -127,35 +120,8 @@ def _handshake(address: str) -> Protocol:
             ) from error
 
 
-# The guard: a parent of the process that uses hosts. llama.cpp's RPC backend calls abort() from
-# a thread of its own when a connection breaks, which nothing in that process can catch.
-
-GUARD_VARIABLE = "TIGHTFIT_GUARD"
-"""In the guarded process: its guard's process id."""
-_FORWARDED_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
-
-
-def join_guard() -> bool:
-    """Whether this process runs under a guard; if so, it ends with it from now on."""
-    guard = os.environ.get(GUARD_VARIABLE, "")
-    if not guard.isdigit() or os.getppid() != int(guard):
-        return False
-    end_with_parent(int(guard))
-    return True
-
-
-def run_guarded(command: Sequence[str], hosts: tuple[str, ...]) -> int:
-    """The command's exit code. Raises an error that names the host where one was lost."""
-    environment = {**os.environ, GUARD_VARIABLE: str(os.getpid())}
-    with subprocess.Popen(command, env=environment) as guarded, _forward_signals(guarded):
-        code = guarded.wait()
-    if code == -signal.SIGABRT:
-        raise describe_lost_host(hosts)
-    if code < 0:  # end by the same signal
-        if -code not in (signal.SIGKILL, signal.SIGSTOP):  # which have no handler
-            signal.signal(-code, signal.SIG_DFL)
-        os.kill(os.getpid(), -code)
-    return code
+# llama.cpp's RPC backend calls abort() from a thread of its own when a connection breaks, which
+# nothing in that process can catch: its parent says what happened.
 
 
 def describe_lost_host(hosts: tuple[str, ...]) -> SetupError:
@@ -171,39 +137,8 @@ def describe_lost_host(hosts: tuple[str, ...]) -> SetupError:
     return SetupError(
         f"llama.cpp gave up, as it does when a connection breaks; {', '.join(hosts)} can be "
         "reached again.",
-        remedy="run the same command again    (TIGHTFIT_DEBUG=1 shows llama.cpp's messages)",
+        remedy="run the same command again",
     )
-
-
-def silence_abort(library: Any) -> None:
-    """Suppress llama.cpp's abort message and core dump: the guard reports what happened."""
-    if GUARD_VARIABLE not in os.environ or os.environ.get("TIGHTFIT_DEBUG", "0") not in ("", "0"):
-        return
-    # A C function without effect: a Python callback could deadlock on the interpreter lock here.
-    nothing = ctypes.cast(ctypes.CDLL(None).strlen, ctypes.c_void_p)
-    library.ggml_set_abort_callback.argtypes = [ctypes.c_void_p]
-    library.ggml_set_abort_callback(nothing)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-
-
-@contextlib.contextmanager
-def _forward_signals(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """A terminal sends Ctrl-C to both processes; every other signal reaches only this one."""
-
-    def pass_on(number: int, _frame: object) -> None:
-        has_terminal = sys.stdin is not None and sys.stdin.isatty()
-        if number != signal.SIGINT or not has_terminal:
-            process.send_signal(number)
-
-    before = {number: signal.getsignal(number) for number in _FORWARDED_SIGNALS}
-    for number, handler in before.items():
-        if handler is not signal.SIG_IGN:
-            signal.signal(number, pass_on)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 # Hosts as devices of llama.cpp's RPC backend.
@@ -253,7 +188,6 @@ def add_hosts(hosts: tuple[str, ...]) -> None:
     for host in hosts:
         probe_host(host, protocol)
     library, pointer = load_library(), ctypes.c_void_p
-    silence_abort(library)
     # As llama.cpp's own `--rpc` does it. Source: `add_rpc_devices` in its common/arg.cpp.
     library.ggml_backend_register.restype = None
     library.ggml_backend_register.argtypes = [pointer]

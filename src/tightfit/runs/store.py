@@ -129,8 +129,11 @@ def ledger_path(environ: Mapping[str, str] | None = None) -> Path | None:
         return None
 
 
-def record_outcome(outcome: Outcome, path: Path | None = None) -> str | None:
-    """Append one row. None: done. Else a sentence for the user; never an error."""
+def record_outcome(outcome: Outcome, path: Path | None = None, *, once: bool = False) -> str | None:
+    """Append one row; with `once` not where the very same is there already.
+
+    None: done. Else a sentence for the user; never an error.
+    """
     place = path or ledger_path()
     if place is None:
         return "The outcome was not kept in the ledger: there is no home folder (TIGHTFIT_LEDGER)."
@@ -138,12 +141,12 @@ def record_outcome(outcome: Outcome, path: Path | None = None) -> str | None:
         place.parent.mkdir(parents=True, exist_ok=True)
         with locked_file(place.with_name(place.name + ".lock"), wait_seconds=BUSY_SECONDS):
             try:
-                _insert(place, outcome)
+                _insert(place, outcome, once=once)
             except sqlite3.OperationalError:
                 raise
             except sqlite3.DatabaseError as error:
                 aside = _move_aside(place)
-                _insert(place, outcome)
+                _insert(place, outcome, once=once)
                 return f"The ledger was broken ({error}); it lies now in {aside}, a new one began."
     except (OSError, sqlite3.Error, _NewerLedgerError) as error:
         why = getattr(error, "strerror", None) or error
@@ -198,7 +201,7 @@ def _connect(uri: str) -> sqlite3.Connection:
     return sqlite3.connect(uri, uri=True, timeout=BUSY_SECONDS, isolation_level=None)
 
 
-def _insert(place: Path, outcome: Outcome) -> None:
+def _insert(place: Path, outcome: Outcome, *, once: bool) -> None:
     values = outcome.model_dump(mode="json") | {"strategy": outcome.strategy.model_dump_json()}
     marks = ", ".join("?" * len(_COLUMNS))
     with closing(_connect(f"{place.absolute().as_uri()}?mode=rwc")) as ledger:
@@ -207,11 +210,18 @@ def _insert(place: Path, outcome: Outcome) -> None:
         ledger.execute(f"PRAGMA journal_mode={mode}")
         ledger.execute("BEGIN IMMEDIATE")
         _migrate(ledger)
-        ledger.execute(
-            f"INSERT INTO outcomes ({', '.join(_COLUMNS)}) VALUES ({marks})",
-            tuple(values[name] for name in _COLUMNS),
-        )
+        row = tuple(values[name] for name in _COLUMNS)
+        # Sought by the connection that writes: closing it also clears away the log of a process
+        # that was killed after it had added the row, which closing a reader does not.
+        if not once or not _holds(ledger, row):
+            ledger.execute(f"INSERT INTO outcomes ({', '.join(_COLUMNS)}) VALUES ({marks})", row)
         ledger.execute("COMMIT")
+
+
+def _holds(ledger: sqlite3.Connection, row: tuple[object, ...]) -> bool:
+    same = " AND ".join(f"{name} IS ?" for name in _COLUMNS)
+    found = ledger.execute(f"SELECT EXISTS (SELECT * FROM outcomes WHERE {same})", row)
+    return bool(found.fetchone()[0])
 
 
 def _migrate(ledger: sqlite3.Connection) -> None:

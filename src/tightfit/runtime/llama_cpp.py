@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import hashlib
 import importlib.util
-import os
 import re
-import signal
-import subprocess
-import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tightfit.core.child_process import bind_command
 from tightfit.core.errors import InvalidInputError, SetupError
 from tightfit.core.files import cache_folder
-from tightfit.core.import_path import module_words
 
 if TYPE_CHECKING:
     import numpy as np
@@ -170,62 +162,6 @@ def find_rpc_function(name: str) -> int:
     return int(found)
 
 
-# llama.cpp ends its process where a file breaks its assumptions, so another process opens it first.
-
-TRIAL_TEXT = "Is 7 <|x|> é\n  ok?"
-TRIAL_SECONDS = 60.0
-TRIAL_BYTES_PER_SECOND = 50e6
-"""A slow disk's."""
-
-
-def check_opens(path: Path) -> None:
-    """Raise `InvalidInputError` if llama.cpp fails on this file, or crashes; once for each file.
-
-    The file is opened, a text tokenized and one token computed on the CPU, in a child process. Our
-    own reader has accepted it before.
-    """
-    facts = path.stat()
-    identity = f"{path.resolve()} {facts.st_ino} {facts.st_size} {facts.st_mtime_ns}"
-    digest = hashlib.sha256(f"{identity} {installed_release()}".encode()).hexdigest()
-    passed = cache_folder() / "llama-opened" / digest
-    if passed.exists():
-        return
-    command = [sys.executable, *module_words("tightfit.runtime.llama_cpp", str(path))]
-    try:
-        done = subprocess.run(
-            bind_command(command),
-            env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "GGML_NO_BACKTRACE": "1"},
-            capture_output=True,
-            timeout=TRIAL_SECONDS + facts.st_size / TRIAL_BYTES_PER_SECOND,
-            check=False,
-        )
-        code: int | None = done.returncode
-    except subprocess.TimeoutExpired:
-        code = None
-    if code == -signal.SIGKILL:  # which says nothing about the file
-        raise SetupError(
-            f"The process that tries {path} was killed, as the system does where memory runs out.",
-            remedy="free some memory, then the same command again",
-        )
-    if code != 0:
-        ending = "does not come to an end" if code is None else "fails"
-        ending = "crashes" if code is not None and code < 0 else ending
-        raise InvalidInputError(
-            f"llama.cpp {ending} on {path}: the file is damaged, or of a kind that this release "
-            "does not support.",
-            remedy="make or fetch it again; `tightfit models FILE` shows what is in it",
-        )
-    with suppress(OSError):  # then it is tried again the next time
-        passed.parent.mkdir(parents=True, exist_ok=True)
-        passed.touch()
-
-
-def _try_file(path: Path) -> None:
-    with LlamaModel(path) as model:
-        model.tokenize(TRIAL_TEXT)
-        model.logits([0])
-
-
 # A GGUF file's scores and tokenizer through llama.h: what the HTTP-shaped server does not give.
 
 
@@ -370,7 +306,3 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
     return library
-
-
-if __name__ == "__main__":
-    _try_file(Path(sys.argv[1]))

@@ -268,4 +268,4 @@ def test_an_unknown_key_of_a_data_source_lists_its_own_keys(run: Run, tmp_path: 
     recipe = tmp_path / "job.yaml"
     recipe.write_text("model: gpt2\ndata:\n  - {path: a.jsonl, foo: 3}\n")
     error = run("plan", str(recipe)).err
-    assert "the keys of `data[0]` are path, weight, split, take, text_rows\n" in error
+    assert "the keys of `data[0]` are path, weight, split, take, text_rows, tools\n" in error

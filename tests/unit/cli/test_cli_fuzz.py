@@ -52,7 +52,7 @@ lines = st.tuples(
 
 @given(line=lines)
 @settings(
-    max_examples=400,
+    max_examples=150,
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],

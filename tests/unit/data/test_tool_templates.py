@@ -23,7 +23,7 @@ pytest.importorskip("trl", reason="un-skip with: pip install -e '.[dev]'")
 from hostile_trials import count_cases
 from tightfit.core.settings import TrainOn
 from tightfit.data.call_syntax import find_syntax
-from tightfit.data.encode import mask_tokens
+from tightfit.data.encode_rows import mask_tokens
 from tightfit.data.formats import FORMATS, Conversation
 from tightfit.data.readers import Row
 from tightfit.data.templates import ChatRenderer, Prompter, RenderedRow, choose_template

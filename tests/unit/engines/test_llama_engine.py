@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import queue
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,11 +20,13 @@ from small_models import make_llama
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import InvalidInputError, SetupError, UserError
 from tightfit.core.sampling import Sampling
+from tightfit.engines.llama_cpp import LlamaEngine
 from tightfit.engines.open import EngineRequest, open_engine
 from tightfit.engines.protocol import (
     Delta,
     Done,
     Engine,
+    EngineLostError,
     Event,
     Failed,
     FinishReason,
@@ -290,9 +297,65 @@ def test_the_facts_are_those_of_the_file(engine: Engine, folder: Path, artefact:
 def test_no_port_is_opened(engine: Engine) -> None:
     import psutil
 
-    assert engine.info.engine == "llama.cpp"
-    ports = [one for one in psutil.Process().net_connections("inet") if one.status == "LISTEN"]
-    assert ports == []
+    assert isinstance(engine, LlamaEngine)
+    for process in (psutil.Process(), psutil.Process(engine.process.pid)):
+        ports = [one for one in process.net_connections("inet") if one.status == "LISTEN"]
+        assert ports == []
+
+
+def test_a_crash_is_one_error_and_the_next_answer_comes_from_a_new_process(engine: Engine) -> None:
+    assert isinstance(engine, LlamaEngine)
+    before = engine.process.pid
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    for number in range(6):  # four are computed, two wait
+        engine.submit(Request(prompt=PROMPTS[number], sampling=greedy(200)), events.put)
+    while not isinstance(events.get(timeout=30), Delta):
+        pass
+    os.kill(before, signal.SIGSEGV)
+    ends: list[Event] = []
+    while len(ends) < 6:
+        event = events.get(timeout=60)
+        ends += [] if isinstance(event, Delta) else [event]
+    lost = [end.error for end in ends if isinstance(end, Failed)]
+
+    assert 1 <= len(lost) <= 4
+    assert {type(error) for error in lost} == {EngineLostError}
+    assert "SIGSEGV" in str(lost[0])
+    assert sum(isinstance(end, Done) for end in ends) == 6 - len(lost)
+    assert engine.process.pid != before
+    assert engine.logits(PROMPTS[0]).shape[0] == len(PROMPTS[0])
+
+
+@pytest.mark.parametrize(
+    ("ended_by", "error"), [(signal.SIGKILL, SetupError), (signal.SIGSEGV, InvalidInputError)]
+)
+def test_a_process_that_was_killed_says_nothing_about_the_file(
+    artefact: Artefact,
+    monkeypatch: pytest.MonkeyPatch,
+    ended_by: signal.Signals,
+    error: type[UserError],
+) -> None:
+    """A result that crashes llama.cpp is rejected; one whose process was killed is not."""
+    command = ["bash", "-c", f"kill -{int(ended_by)} $$"]
+    monkeypatch.setattr("tightfit.engines.llama_process.bind_command", lambda _: command)
+    with pytest.raises(error):
+        open_engine(EngineRequest(artefact=artefact, context=64))
+
+
+def test_it_ends_with_the_process_that_opened_it(artefact: Artefact) -> None:
+    import psutil
+
+    opener = (
+        "import os, sys; from tightfit.engines.open import *; "
+        "from tightfit.runtime.model_files import find_artefact; "
+        "engine = open_engine(EngineRequest(artefact=find_artefact(sys.argv[1]), context=64)); "
+        "print(engine.process.pid, flush=True); os.kill(os.getpid(), 9)"
+    )
+    words = [sys.executable, "-c", opener, str(artefact.path)]
+    done = subprocess.run(words, stdout=subprocess.PIPE, check=False)
+    assert done.returncode == -signal.SIGKILL
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(int(done.stdout)).wait(timeout=30)
 
 
 def test_closing_while_busy_ends_every_request(artefact: Artefact) -> None:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tightfit.cli.command import run_in_guard
 from tightfit.core.errors import SetupError, UsageError
-from tightfit.engines.llama_devices import add_hosts, read_hosts, run_guarded
+from tightfit.engines.llama_devices import add_hosts, read_hosts
 from tightfit.runtime.llama_cpp import Protocol, read_protocol
 
 
@@ -52,27 +48,3 @@ def test_protocols_agree_as_llama_cpp_says(tmp_path: Path) -> None:
     assert ours.understands(Protocol(major=8, minor=0))
     assert not ours.understands(Protocol(major=8, minor=2))
     assert not ours.understands(Protocol(major=7, minor=1))
-
-
-def test_a_guard_passes_exit_codes_on_and_explains_an_abort() -> None:
-    assert run_guarded([sys.executable, "-c", "raise SystemExit(5)"], ("localhost:1",)) == 5
-    with pytest.raises(SetupError, match=r"lost.*localhost:1") as caught:
-        run_guarded([sys.executable, "-c", "import os; os.abort()"], ("localhost:1",))
-    assert "--address localhost --port 1" in caught.value.remedy
-
-
-def test_a_guarded_process_that_is_killed_ends_its_guard_likewise() -> None:
-    """As by the kernel when memory is short: no handler can be set for that signal."""
-    guard = (
-        "import sys; from tightfit.engines.llama_devices import run_guarded; "
-        "run_guarded([sys.executable, '-c', 'import os; os.kill(os.getpid(), 9)'], ('a:1',))"
-    )
-    done = subprocess.run([sys.executable, "-c", guard], capture_output=True, check=False)
-    assert (done.returncode, done.stderr) == (-signal.SIGKILL, b"")
-
-
-def test_only_commands_with_hosts_are_guarded() -> None:
-    assert run_in_guard(["generate", "model", "--prompts", "hosts"]) is None
-    for words in (["--hosts", "a:b"], ["--hosts=a:b"], ["--hosts", "a:1", "--hosts", "a:b"]):
-        with pytest.raises(UsageError, match="a:b"):
-            run_in_guard(["generate", "model", *words])

@@ -168,7 +168,8 @@ def test_a_folder_without_a_plan_is_no_run(tmp_path: Path) -> None:
 
 def test_a_written_report_serves_until_something_changes(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", records=make_records(20))
-    written = write_report(run)
+    written = make_report(run)
+    write_report(run, written)
     run.report_path.write_text(written.model_copy(update={"model": "marked"}).model_dump_json())
     assert read_report(run).model == "marked"
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
+from shutil import copy
 
 import pytest
 
@@ -53,6 +55,27 @@ def test_rows_come_back_as_they_were(tmp_path: Path) -> None:
     assert read_outcomes(first.model_name, first.gpu_name, path) == (first, second)
     assert read_outcomes("another", path=path) == ()
     assert read_outcomes(gpu="another", path=path) == ()
+
+
+def test_a_row_of_a_killed_process_is_kept_once_without_its_log(tmp_path: Path) -> None:
+    path, killed = tmp_path / "ledger.sqlite", tmp_path / "killed" / "ledger.sqlite"
+    given = make_outcome(make_plan(), RunStatus.FINISHED, make_report(make_run(tmp_path / "run")))
+    with closing(sqlite3.connect(path)) as other:
+        record_outcome(outcome(RunStatus.FAILED), path)
+        other.execute("SELECT * FROM outcomes").fetchall()
+        record_outcome(given, path)
+        # What a kill before the last connection is closed leaves.
+        killed.parent.mkdir()
+        for ending in ("", "-wal", "-shm"):
+            copy(path.with_name(path.name + ending), killed.parent)
+
+    assert record_outcome(given, killed, once=True) is None
+
+    assert {one.name for one in killed.parent.iterdir()} == {killed.name, f"{killed.name}.lock"}
+    assert read_outcomes(given.model_name, path=killed)[1:] == (given,)
+    later = given.model_copy(update={"date": "2999-01-01T00:00:00+00:00"})
+    assert record_outcome(later, killed, once=True) is None
+    assert read_outcomes(path=killed)[1:] == (given, later)
 
 
 def test_no_row_can_be_changed_or_deleted(tmp_path: Path) -> None:
