@@ -107,6 +107,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {"head_dim": 16}),
     "gemma2": ("Gemma2", _NARROW | {"head_dim": 8}),
     "gemma3": ("Gemma3Text", _NARROW | {"head_dim": 8, "sliding_window_pattern": 2}),
+    "gpt_oss": (
+        "GptOss",
+        _NARROW
+        | {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}},
+    ),
     "phi3": ("Phi3", _NARROW),
     "gpt2": ("GPT2", {"n_inner": 64, "num_key_value_heads": None}),
     "bloom": ("Bloom", {"num_key_value_heads": None}),
@@ -143,13 +149,17 @@ def make_model(family: str) -> Any:
 
     library: Any = transformers
     config = getattr(library, f"{name}Config")(**settings)
-    if name == "Gemma2":
-        config._attn_implementation = "eager"  # torch's own attention does not cap scores
+    if name in ("Gemma2", "GptOss"):
+        config._attn_implementation = "eager"  # torch's own attention has no softcap and no sinks
     kind = "ForConditionalGeneration" if config.is_encoder_decoder else "ForCausalLM"
     kind = "LMHeadModel" if name == "GPT2" else kind
     library.set_seed(7)
     model = getattr(library, name.removesuffix("Text") + kind)(config)
     model.generation_config.forced_eos_token_id = None
+    if name == "GptOss":
+        for layer in model.model.layers:
+            library.set_seed(8)
+            layer.self_attn.sinks.data.normal_(0, 2)
     return model.eval()
 
 
@@ -162,8 +172,10 @@ def make_prompts(count: int, *, longest: int = 60, seed: int = 1) -> list[tuple[
 
 
 @contextmanager
-def open_batch(rows: BatchRows, *, num_slots: int = 4) -> Iterator[ContinuousBatcher]:
-    batch = ContinuousBatcher(rows, num_slots=num_slots, prefill_tokens=128)
+def open_batch(
+    rows: BatchRows, *, num_slots: int = 4, overlaps: bool = False
+) -> Iterator[ContinuousBatcher]:
+    batch = ContinuousBatcher(rows, num_slots=num_slots, overlaps=overlaps, prefill_tokens=128)
     try:
         yield batch
     finally:

@@ -24,7 +24,8 @@ from tightfit.cli.terminal.screen import Cell, heading, make_table, plain, show
 from tightfit.core.errors import EXIT_INTERRUPTED, EXIT_REQUEUE
 from tightfit.core.text import count_of, disarm, sanitize
 from tightfit.core.units import render_seconds, render_usd
-from tightfit.farming.estimate import Bounds, EstimateBasis, FarmEstimate
+from tightfit.farming.bounds import Bounds
+from tightfit.farming.estimate import EstimateBasis, FarmEstimate
 from tightfit.farming.folder import FarmFile
 from tightfit.farming.statistics import FarmProgress, FarmStatistics, NodeStatistics
 

@@ -30,9 +30,17 @@ BARRIER_SECONDS = 1e-3
 """What a product waits for a thread that another program has displaced, for each thread above one
 that a core is wanted by. Our measurement: a step of 2 layers took 11 ms with one thread and 102 ms
 with two, on two cores that nine other threads wanted too."""
-REPLAYED_LAYER_SECONDS = 120e-6
-"""The small kernels between a layer's products in a CUDA graph: a step of Llama-2-7B for one row
-took 7.05 ms on our H200, of which reading the weights is 3.2 (h200_generation.json)."""
+REPLAYED_LAYER_SECONDS = 24e-6
+"""Norms, rotary embedding, attention's second kernel and sums between a layer's products in a CUDA
+graph with our kernels: what is left of the steps of Llama-2-7B on our H200 for 1, 8 and 64 rows
+beside reading weights and cache (h200_decoding.json)."""
+PLAIN_REPLAYED_LAYER_SECONDS = 120e-6
+"""The same without them, before Ampere: a step for one row took 7.05 ms, of which reading the
+weights is 3.2 (h200_generation.json). It holds for nf4 too, whose kernel is bound by unpacking: the
+step for one row took 4.53 ms (h200_decoding.json)."""
+PRODUCT_READ_FRACTION = 0.86
+"""Of the rate of a copy, at which cuBLAS reads a matrix for a few rows. For a single row there is a
+kernel of our own, which reaches it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,6 +257,9 @@ def _pass_times(spec: ModelSpec, job: InferenceJob, gpu: Gpu) -> dict[str, float
     if job.is_quantized and job.num_slots > 1:  # dequantized to memory, and read again from there
         weights += 2 * job.compute.value_bytes * spec.num_params
     cache = job.num_slots * kv_row_bytes(spec, max(1, round(context)), job.kv_value_bytes)
+    has_kernels = not job.is_quantized and (gpu.compute_capability or (0, 0)) >= (8, 0)
+    if job.replays_steps and has_kernels and job.num_slots > 1:
+        weights /= PRODUCT_READ_FRACTION
     grown = round(context) + 1
     flops = job.num_slots * (
         estimate_answer_flops(spec, num_prompt=grown, num_new=1, num_cached=grown - 1)
@@ -258,7 +269,8 @@ def _pass_times(spec: ModelSpec, job: InferenceJob, gpu: Gpu) -> dict[str, float
         "compute": flops / (job.compute_fraction * sustained_flops(gpu, job.compute)),
     }
     if job.replays_steps and not gpu.is_cpu:
-        small = spec.num_layers * REPLAYED_LAYER_SECONDS
+        each = REPLAYED_LAYER_SECONDS if has_kernels else PLAIN_REPLAYED_LAYER_SECONDS
+        small = spec.num_layers * each
         times = {kind: seconds + small for kind, seconds in times.items()}
     if job.drives_from_python and not gpu.is_cpu:
         times["host"] = spec.num_layers * HOST_KERNELS_PER_LAYER * HOST_KERNEL_SECONDS

@@ -26,6 +26,7 @@ from tightfit.estimation.inference import (
     kv_row_bytes,
 )
 from tightfit.estimation.weights import estimate_weight_bytes
+from tightfit.farming.bounds import Bounds
 from tightfit.farming.worker_pool import (
     NodeType,
     WorkerBackend,
@@ -42,24 +43,6 @@ from tightfit.serving.generate.run import count_threads
 
 if TYPE_CHECKING:
     from tightfit.farming.statistics import FarmStatistics
-
-
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """A range: an estimate between `low` and `high`."""
-
-    low: float
-    high: float
-
-    def __add__(self, other: Bounds) -> Bounds:
-        return Bounds(self.low + other.low, self.high + other.high)
-
-    def scaled(self, factor: float) -> Bounds:
-        return Bounds(self.low * factor, self.high * factor)
-
-    def seconds_for(self, amount: float) -> Bounds:
-        """The seconds that an amount takes at this rate."""
-        return Bounds(amount / self.high, amount / self.low)
 
 
 # The prediction for this machine, adapted to the devices of the workers.

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tightfit.core.frozen import Frozen
-from tightfit.farming.estimate import Bounds
+from tightfit.farming.bounds import Bounds
 from tightfit.farming.folder import FarmFile, done_folder, mark_path, numbers_in
 from tightfit.farming.heartbeat import WorkerStatus, read_statuses
 from tightfit.farming.leases import FINISHED, LeaseReason

@@ -31,6 +31,7 @@ from tightfit.engines.open import EngineRequest
 from tightfit.engines.protocol import (
     Done,
     Engine,
+    EngineLostError,
     Failed,
     FinishReason,
     Listener,
@@ -159,7 +160,7 @@ class InFlightChunks:
             row = to_json_line(make_row(prompt, key.sample, end, self._farm.is_raw))
             chunk.answers[key] = AnsweredRow(row, end.num_prompt_tokens, end.num_new_tokens)
             self.timings.append(replace(end, text=""))
-        elif isinstance(end.error, UserError):
+        elif isinstance(end.error, UserError) and not isinstance(end.error, EngineLostError):
             chunk.fail(key, end.error)
         else:
             raise end.error
@@ -199,6 +200,7 @@ class InterruptibleEngine:
     def __init__(self, engine: Engine) -> None:
         self.info = engine.info
         self.prompter = engine.prompter
+        self.num_vocabulary = engine.num_vocabulary
         self.logits = engine.logits
         self.tokenize = engine.tokenize
         self.close = engine.close

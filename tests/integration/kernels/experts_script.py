@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from tightfit.runtime.kernels import experts
-from tightfit.runtime.kernels.experts import Gating, Layout, sort_by_expert
+from tightfit.runtime.kernels.experts import Layout, sort_by_expert
+from tightfit.runtime.kernels.gating import Gating
 
 TOKENS, HIDDEN, INNER, EXPERTS, CHOICES, RANK = 23, 40, 36, 6, 3, 4
 """Tiles are not filled, and one width suits no grouped product."""

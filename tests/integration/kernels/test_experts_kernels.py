@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from interpreted import interpret
 
-from tightfit.runtime.kernels.experts import Gating
+from tightfit.runtime.kernels.gating import Gating
 
 
 @pytest.fixture(scope="module")

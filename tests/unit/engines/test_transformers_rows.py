@@ -62,10 +62,6 @@ def test_bytes_of_a_token_are_those_that_the_cache_holds(family: str) -> None:
     assert kv_bytes_per_token(model) * 10 == held
 
 
-def test_every_family_is_covered() -> None:
-    assert len(FAMILIES) == 13
-
-
 def test_repetition_penalty_is_transformers_own(prompter: Prompter) -> None:
     model = make_model("llama")
     requests = [
@@ -164,6 +160,9 @@ class Stingy:
         self.lengths: list[int] = []
         self.num_refusals = 0
         self.widest = 0
+
+    def warm_up(self) -> None:
+        self._rows.warm_up()
 
     def _check(self, lengths: list[int]) -> None:
         if len(lengths) * max(lengths) > self._most_tokens:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from engine_batches import ask, generate, make_model, make_prompts, open_batch
 from small_models import make_tokenizer
@@ -15,10 +14,9 @@ from tightfit.data.templates import Prompter
 from tightfit.data.tokenizer import load_tokenizer
 from tightfit.engines.protocol import Request
 from tightfit.engines.transformers.cuda_graphs import SlotRows, supports_slots
-from tightfit.runtime.attention import GROUPED_DECODE
 
-SLOTTED = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "phi3", "gpt2")
-OTHERS = ("bloom", "falcon", "gemma2", "t5", "bart")
+SLOTTED = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "gpt_oss", "phi3", "gpt2")
+OTHERS = ("bloom", "falcon", "t5", "bart")
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +37,11 @@ def test_a_changing_batch_answers_as_each_prompt_alone(family: str, prompter: Pr
     stops = set(prompter.stop_ids)
     expected = [generate(model, r.prompt, r.sampling, stops) for r in requests]
 
-    with open_batch(SlotRows(model, most_rows=4)) as batch:
+    with open_batch(SlotRows(model, most_rows=4), overlaps=True) as batch:
         collector, _ = ask(batch, prompter, requests)
         collector.wait()
 
     assert [collector.tokens(n) for n in range(len(requests))] == expected
-    assert model.config._attn_implementation == GROUPED_DECODE
 
 
 @pytest.mark.parametrize("family", OTHERS)
@@ -73,21 +70,21 @@ def test_long_rows_move_the_buffers_and_keep_what_they_held(prompter: Prompter) 
     assert rows._cache.num_columns == 512
 
 
-def test_folded_heads_attend_as_repeated_ones() -> None:
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-    from tightfit.runtime.attention import grouped_decode_attention
-
-    torch.manual_seed(0)
-    query = torch.randn(3, 8, 1, 16)
-    key, value = torch.randn(2, 3, 2, 40, 16)
-    mask = torch.arange(40)[None, :] <= torch.tensor([5, 20, 39])[:, None]
-    module: Any = torch.nn.Module()
-    module.num_key_value_groups = 4
-    module.is_causal = True
-    attend: Any = sdpa_attention_forward
-
-    expected, _ = attend(module, query, key, value, mask[:, None, None], scaling=0.3)
-    found, _ = grouped_decode_attention(module, query, key, value, mask[:, None, None], scaling=0.3)
-
-    torch.testing.assert_close(found, expected)
+def test_draws_do_not_depend_on_the_next_step_being_launched_early(prompter: Prompter) -> None:
+    model = make_model("llama")
+    requests = [
+        Request(
+            prompt=prompt,
+            sampling=Sampling(
+                max_new_tokens=2 + 5 * (n % 4), temperature=1.0, seed=n, repetition_penalty=1.2
+            ),
+        )
+        for n, prompt in enumerate(make_prompts(9))
+    ]
+    found = []
+    for overlaps in (False, True):
+        with open_batch(SlotRows(model, most_rows=3), num_slots=3, overlaps=overlaps) as batch:
+            collector, _ = ask(batch, prompter, requests)
+            collector.wait()
+        found.append([collector.tokens(n) for n in range(len(requests))])
+    assert found[0] == found[1]

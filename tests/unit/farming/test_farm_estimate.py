@@ -13,8 +13,8 @@ from tightfit.cli.farm import revise
 from tightfit.core.sampling import Sampling
 from tightfit.data.formats import Message
 from tightfit.engines.open import EngineRequest, open_engine, open_prompter
+from tightfit.farming.bounds import Bounds
 from tightfit.farming.estimate import (
-    Bounds,
     EstimateBasis,
     FarmEstimate,
     FarmWorkload,

@@ -22,7 +22,7 @@ from tightfit.runtime.kernels.fused_lora import (
     is_augmented,
 )
 from tightfit.runtime.layers import decoder_layers
-from tightfit.training.model import recompute_layers
+from tightfit.training.recompute import recompute_layers
 
 
 def write_with_room(norm: Any, x: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from tightfit.estimation.weights import can_fuse_trained_projections
 from tightfit.runtime.kernels.fp8 import use_fp8
 from tightfit.runtime.kernels.fused_lora import fuse_trained_projections
 from tightfit.runtime.layers import decoder_layers
-from tightfit.training.model import recompute_layers
+from tightfit.training.recompute import recompute_layers
 
 
 def trained(family: str = "llama", dtype: torch.dtype = torch.float32) -> Any:

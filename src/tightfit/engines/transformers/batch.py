@@ -8,12 +8,20 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tightfit.core.errors import DoesNotFitError, InvalidInputError, UserError
 from tightfit.core.sampling import Sampling
 from tightfit.data.templates import Prompter, TextStream
-from tightfit.engines.protocol import BaseAnswer, FinishReason, Listener, Request
+from tightfit.engines.protocol import (
+    BaseAnswer,
+    FinishReason,
+    Listener,
+    Request,
+    TokenLogprob,
+)
+from tightfit.engines.transformers.constraint import Constraint
 from tightfit.engines.transformers.rows import BatchRows
 from tightfit.runtime.libraries import is_out_of_memory
 
@@ -49,6 +57,34 @@ def penalize(logits: torch.Tensor, seen: torch.Tensor, penalties: torch.Tensor) 
 
     by = penalties[:, None]
     return torch.where(seen, torch.where(logits < 0, logits * by, logits / by), logits)
+
+
+def penalize_counts(
+    logits: torch.Tensor, counts: torch.Tensor, presence: torch.Tensor, frequency: torch.Tensor
+) -> torch.Tensor:
+    """Logits less OpenAI's two penalties, by how often each answer holds each token.
+
+    Source: platform.openai.com/docs/guides/text-generation, "Frequency and presence penalties".
+    """
+    return logits - presence[:, None] * (counts > 0) - frequency[:, None] * counts
+
+
+def find_logprobs(
+    logits: torch.Tensor, chosen: torch.Tensor, counts: Sequence[int]
+) -> list[TokenLogprob]:
+    """The chosen token of each row, and as many of its likeliest as the row's count says."""
+    import torch
+
+    scores = torch.log_softmax(logits.float(), dim=-1)
+    own = scores.gather(-1, chosen[:, None]).squeeze(-1).tolist()
+    most = min(max(counts), int(scores.shape[-1]))
+    values, places = scores.topk(most, dim=-1) if most else (scores[:, :0], scores[:, :0])
+    found = []
+    rows = zip(chosen.tolist(), own, values.tolist(), places.tolist(), counts, strict=True)
+    for token, logprob, ranked, tokens, count in rows:
+        top = tuple(zip(map(int, tokens[:count]), ranked[:count], strict=True))
+        found.append(TokenLogprob(token=int(token), logprob=logprob, top=top))
+    return found
 
 
 def choose_tokens(
@@ -117,7 +153,13 @@ class RunningAnswer(BaseAnswer[TextStream]):
     """An answer whose tokens the batch computes one by one."""
 
     def __init__(
-        self, request: Request, listener: Listener, prompter: Prompter, *, max_context: int
+        self,
+        request: Request,
+        listener: Listener,
+        prompter: Prompter,
+        *,
+        max_context: int,
+        constraint: Constraint | None = None,
     ) -> None:
         self.sampling: Sampling = request.sampling
         super().__init__(
@@ -126,10 +168,13 @@ class RunningAnswer(BaseAnswer[TextStream]):
             prompter.stop_ids,
             TextStream(prompter, self.sampling.stop, request.kept_control),
         )
+        self.constraint = constraint
         self.tokens: list[int] = []
         """All new tokens so far, the stop token included."""
         self.seed = random.getrandbits(63) if self.sampling.seed is None else self.sampling.seed
         """Draws are numbered by token, so that a preempted answer continues with the same ones."""
+        self.num_chosen = 0
+        """Tokens chosen on the device, of which the last may not have been taken yet."""
         self.most_tokens = self.sampling.max_new_tokens
         if not prompter.tokenizer.is_encoder_decoder:
             self.most_tokens = min(self.most_tokens, max_context - len(request.prompt))
@@ -144,15 +189,21 @@ class RunningAnswer(BaseAnswer[TextStream]):
         """Tokens that may still come."""
         return self.most_tokens - len(self.tokens)
 
-    def take(self, token: int) -> bool:
+    def take(self, token: int, logprob: TokenLogprob | None = None) -> bool:
         """Take the next token. True when the answer ends with it."""
         self.mark_first_token()
         self.tokens.append(token)
         self.num_new_tokens += 1
         is_stop = token in self.stop_ids
+        is_complete = False
+        if self.constraint is not None and not is_stop:
+            is_complete = self.constraint.take(token)
+            if self.constraint.error is not None:
+                self.fail(self.constraint.error)
+                return True
         if not is_stop:
-            self.show(self.text.push([token]), [token])
-        if is_stop or self.text.is_stopped:
+            self.show(self.text.push([token]), [token], () if logprob is None else (logprob,))
+        if is_stop or is_complete or self.text.is_stopped:
             self.end(FinishReason.STOP)
         elif self.num_left <= 0:
             self.end(FinishReason.LENGTH)
@@ -165,10 +216,33 @@ _ROWS_BEFORE_GROWTH = 8
 """Rows that must end without running out of memory before one more is tried."""
 
 
-class ContinuousBatcher:
-    """Computes several answers at once on the device's rows."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StepInFlight:
+    """A step whose tokens are on their way to the host."""
 
-    def __init__(self, rows: BatchRows, *, num_slots: int, prefill_tokens: int) -> None:
+    answers: list[RunningAnswer]
+    """By row, as they were when it was launched."""
+    tokens: torch.Tensor
+    copied: Any
+    """The CUDA event after the copy; None on a CPU."""
+
+    def read(self) -> list[int]:
+        if self.copied is not None:
+            self.copied.synchronize()
+        found: list[int] = self.tokens.tolist()
+        return found
+
+
+class ContinuousBatcher:
+    """Computes several answers at once on the device's rows.
+
+    `overlaps`: the next step is launched before the last one's tokens are taken, so that the device
+    does not wait for their text. A row that ends with such a token has run one step too many.
+    """
+
+    def __init__(
+        self, rows: BatchRows, *, num_slots: int, prefill_tokens: int, overlaps: bool = False
+    ) -> None:
         self._rows = rows
         self._num_slots = num_slots
         self._room = num_slots
@@ -178,9 +252,22 @@ class ContinuousBatcher:
         self._active: list[RunningAnswer] = []
         """In the order of the device's rows."""
         self._seen: dict[int, torch.Tensor] = {}
-        """Tokens that a penalized answer holds, by the answer's id."""
+        """Tokens that a penalized answer and its prompt hold, by the answer's id."""
+        self._counts: dict[int, torch.Tensor] = {}
+        """How often an answer holds each token, where its sampling counts them."""
+        self._biases: dict[int, torch.Tensor] = {}
+        """What is added to an answer's logits."""
+        self._logprobs: dict[int, TokenLogprob] = {}
+        """Of the tokens chosen last, by the answer's id."""
+        self._states: tuple[dict[int, Any], ...] = (
+            *(self._seen, self._counts, self._biases, self._logprobs),
+        )
         self._next: Any = None
-        """The rows' last tokens on the device; None after rows have come or gone."""
+        """The rows' last tokens on the device; None where they must be taken from the answers."""
+        self._overlaps = overlaps
+        self._in_flight: _StepInFlight | None = None
+        self._host_tokens: deque[Any] = deque(maxlen=2)
+        """Pinned buffers that steps take turns to be copied to."""
         self._waiting: deque[RunningAnswer] = deque()
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._is_closing = False
@@ -199,14 +286,17 @@ class ContinuousBatcher:
 
     def call(self, function: Callable[[], _Result]) -> _Result:
         """Run a function between two steps, with the model to itself, and wait for its result."""
-        future: Future[Any] = Future()
+        return self.call_later(function).result()
+
+    def call_later(self, function: Callable[[], _Result]) -> Future[_Result]:
+        """The same without waiting. Later requests wait for it."""
+        future: Future[_Result] = Future()
         with self._wake:
             if self._is_closing:
                 raise closed_error()
             self._calls.append((function, future))
             self._wake.notify()
-        result: _Result = future.result()
-        return result
+        return future
 
     def close(self) -> None:
         """End every answer, and the thread."""
@@ -258,7 +348,8 @@ class ContinuousBatcher:
         for _, future in calls:
             future.set_exception(error or closed_error())
         self._active.clear()
-        self._seen.clear()
+        for held in self._states:
+            held.clear()
 
     def _run_calls(self) -> None:
         while self._calls:
@@ -330,19 +421,21 @@ class ContinuousBatcher:
 
         first = len(self._active)
         self._active.extend(joiners)
-        self._next = None
         self._device = logits.device
         for answer in joiners:
-            if answer.sampling.repetition_penalty != 1.0:
-                seen = torch.zeros(logits.shape[-1], dtype=torch.bool, device=logits.device)
-                seen[torch.tensor(answer.so_far, device=logits.device)] = True
-                self._seen[id(answer)] = seen
+            answer.num_chosen = len(answer.tokens)
+            self._keep_state(answer, int(logits.shape[-1]))
         is_number = torch.isfinite(logits).all(dim=-1).tolist()
         try:
-            chosen = self._choose(logits, joiners).tolist()
+            new = self._choose(logits, joiners)
+            chosen = new.tolist()
         except Exception as error:
             self._recover(error, is_behind=True)
             return
+        if first == 0:
+            self._next = new
+        elif self._next is not None:
+            self._next = torch.cat([self._next, new])
         ended = []
         for number, (answer, token) in enumerate(zip(joiners, chosen, strict=True)):
             if not is_number[number]:
@@ -354,14 +447,37 @@ class ContinuousBatcher:
                     )
                 )
                 ended.append(first + number)
-            elif answer.take(token):
+            elif answer.take(token, self._logprobs.pop(id(answer), None)):
                 ended.append(first + number)
         for row in reversed(ended):
             self._drop_row(row)
 
-    def _step(self) -> None:
+    def _keep_state(self, answer: RunningAnswer, num_vocabulary: int) -> None:
+        """What the sampling of a new row needs beside the logits."""
         import torch
 
+        sampling, device = answer.sampling, self._device
+        if sampling.repetition_penalty != 1.0:
+            seen = torch.zeros(num_vocabulary, dtype=torch.bool, device=device)
+            seen[torch.tensor(answer.so_far, device=device)] = True
+            self._seen[id(answer)] = seen
+        if sampling.counts_tokens:
+            held = torch.tensor(answer.tokens, dtype=torch.long, device=device)
+            self._counts[id(answer)] = torch.bincount(held, minlength=num_vocabulary).float()
+        if sampling.logit_bias:
+            bias = torch.zeros(num_vocabulary)
+            for token, amount in sampling.logit_bias:
+                bias[token] = amount
+            self._biases[id(answer)] = bias.to(device)
+
+    def _step(self) -> None:
+        """Launch the next step, and take the tokens of the one before or its own."""
+        import torch
+
+        if not self._has_more() or not self._may_overlap():
+            self._take_tokens()
+        if not self._active:
+            return
         is_behind = False
         try:
             if self._next is None:
@@ -370,32 +486,133 @@ class ContinuousBatcher:
             logits = self._rows.step(self._next)
             is_behind = True
             self._next = self._choose(logits, self._active)
+            launched = self._copy_tokens(self._next)
         except Exception as error:
             self._recover(error, is_behind=is_behind)
             return
-        chosen = self._next.tolist()
+        self._take_tokens()
+        self._in_flight = launched
+        if not self._may_overlap():
+            self._take_tokens()
+
+    def _has_more(self) -> bool:
+        """Whether some answer may go on after the tokens that were chosen."""
+        return any(answer.num_chosen < answer.most_tokens for answer in self._active)
+
+    def _may_overlap(self) -> bool:
+        """Whether no answer needs its last token on the host before the next is chosen."""
+        return self._overlaps and not any(
+            answer.constraint is not None or answer.sampling.top_logprobs is not None
+            for answer in self._active
+        )
+
+    def _copy_tokens(self, tokens: torch.Tensor) -> _StepInFlight:
+        """Start to copy a step's tokens to the host."""
+        import torch
+
+        answers = [*self._active]
+        if tokens.device.type != "cuda":
+            return _StepInFlight(answers=answers, tokens=tokens, copied=None)
+        if len(self._host_tokens) < 2:
+            buffer = torch.empty(self._num_slots, dtype=torch.long, pin_memory=True)
+            self._host_tokens.append(buffer)
+        self._host_tokens.rotate()
+        here = self._host_tokens[0][: len(tokens)]
+        here.copy_(tokens, non_blocking=True)
+        cuda: Any = torch.cuda  # half typed
+        copied = cuda.Event()
+        copied.record()
+        return _StepInFlight(answers=answers, tokens=here, copied=copied)
+
+    def _take_tokens(self) -> None:
+        """Hand the tokens of the step in flight to their answers, and drop the rows that ended."""
+        step, self._in_flight = self._in_flight, None
+        if step is None:
+            return
         ended = [
-            row
-            for row, (answer, token) in enumerate(zip(self._active, chosen, strict=True))
-            if answer.take(token)
+            answer
+            for answer, token in zip(step.answers, step.read(), strict=True)
+            if not answer.is_over and answer.take(token, self._logprobs.pop(id(answer), None))
         ]
-        for row in reversed(ended):
+        rows = {id(answer): row for row, answer in enumerate(self._active)} if ended else {}
+        for row in sorted((rows[id(answer)] for answer in ended), reverse=True):
             self._drop_row(row)
 
     def _choose(self, logits: torch.Tensor, answers: list[RunningAnswer]) -> torch.Tensor:
-        logits = self._penalize(logits, answers)
+        changed = self._penalize(self._change(logits, answers), answers)
+        changed = self._constrain(changed, answers)
         chosen = choose_tokens(
-            logits,
+            changed,
             [answer.sampling for answer in answers],
             [
-                draw_uniform(answer.seed, len(answer.tokens)) if answer.sampling.temperature else 0
+                draw_uniform(answer.seed, answer.num_chosen) if answer.sampling.temperature else 0
                 for answer in answers
             ],
         )
         for row, answer in enumerate(answers):
+            answer.num_chosen += 1
             if id(answer) in self._seen:
                 self._seen[id(answer)].index_fill_(0, chosen[row : row + 1], True)
+            if id(answer) in self._counts:
+                self._counts[id(answer)][chosen[row]] += 1
+        self._note_logprobs(logits, chosen, answers)
         return chosen
+
+    def _note_logprobs(
+        self, logits: torch.Tensor, chosen: torch.Tensor, answers: list[RunningAnswer]
+    ) -> None:
+        import torch
+
+        wanted = [
+            (row, answer.sampling.top_logprobs)
+            for row, answer in enumerate(answers)
+            if answer.sampling.top_logprobs is not None
+        ]
+        if not wanted:
+            return
+        rows = torch.tensor([row for row, _ in wanted], device=logits.device)
+        found = find_logprobs(logits[rows], chosen[rows], [count for _, count in wanted])
+        for (row, _), logprob in zip(wanted, found, strict=True):
+            self._logprobs[id(answers[row])] = logprob
+
+    def _change(self, logits: torch.Tensor, answers: list[RunningAnswer]) -> torch.Tensor:
+        """Logits with biases and OpenAI's penalties."""
+        import torch
+
+        biased = [row for row, answer in enumerate(answers) if id(answer) in self._biases]
+        if biased:
+            bias = torch.stack([self._biases[id(answers[row])] for row in biased])
+            logits = logits.index_add(0, torch.tensor(biased, device=logits.device), bias)
+        counted = [row for row, answer in enumerate(answers) if id(answer) in self._counts]
+        if not counted:
+            return logits
+        places = torch.tensor(counted, device=logits.device)
+        counts = torch.stack([self._counts[id(answers[row])] for row in counted])
+        samplings = [answers[row].sampling for row in counted]
+        presence, frequency = (
+            torch.tensor(amounts, dtype=torch.float32, device=logits.device)
+            for amounts in (
+                [sampling.presence_penalty for sampling in samplings],
+                [sampling.frequency_penalty for sampling in samplings],
+            )
+        )
+        changed = penalize_counts(logits[places], counts, presence, frequency)
+        return logits.index_copy(0, places, changed)
+
+    def _constrain(self, logits: torch.Tensor, answers: list[RunningAnswer]) -> torch.Tensor:
+        """Logits without the tokens that an answer's grammar forbids."""
+        import torch
+
+        allowed = {
+            row: mask
+            for row, answer in enumerate(answers)
+            if answer.constraint is not None and (mask := answer.constraint.allowed()) is not None
+        }
+        if not allowed:
+            return logits
+        places = torch.tensor(list(allowed), device=logits.device)
+        masks = torch.stack(list(allowed.values())).to(logits.device)
+        return logits.index_copy(0, places, logits[places].masked_fill(~masks, float("-inf")))
 
     def _penalize(self, logits: torch.Tensor, answers: list[RunningAnswer]) -> torch.Tensor:
         import torch
@@ -412,12 +629,16 @@ class ContinuousBatcher:
 
     def _drop_row(self, row: int) -> None:
         """Drop a row; the last one takes its place, here and on the device."""
-        self._seen.pop(id(self._active[row]), None)
+        for held in self._states:
+            held.pop(id(self._active[row]), None)
         self._rows.drop(row)
         last = self._active.pop()
         if row < len(self._active):
             self._active[row] = last
-        self._next = None
+        if self._next is not None:
+            kept = self._next[:-1].clone()
+            kept[row : row + 1] = self._next[len(kept) :][: len(kept) - row]
+            self._next = kept
         # After running out of memory, rows are added again, but rarely: a failure is expensive.
         self._num_ended_since_oom += 1
         if self._num_ended_since_oom % _ROWS_BEFORE_GROWTH == 0 or not self._active:
@@ -428,6 +649,7 @@ class ContinuousBatcher:
 
         `is_behind`: the device's rows hold a token that no answer has; they are built anew.
         """
+        self._take_tokens()
         num_active = len(self._active)
         is_memory = is_out_of_memory(error)
         is_lost = not is_memory or num_active == 1 or self._rows.starts_together

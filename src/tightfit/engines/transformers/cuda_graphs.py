@@ -1,21 +1,28 @@
 """Rows in slots of fixed size, so that one decoding step can be replayed as a CUDA graph.
 
 Launched from Python one by one, the kernels of a step take a fast GPU many times longer than
-reading the weights. Each row has a slot of its own and writes its next key at its own length;
-columns beyond that are masked.
+reading the weights. Each row has a slot of its own and writes its next key at its own length.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from transformers import cache_utils
 
 from tightfit.engines.transformers.rows import DecoderRows, has_plain_cache, round_columns
-from tightfit.runtime.attention import GROUPED_DECODE, register_attention
+from tightfit.runtime.attention import register_attention
+from tightfit.runtime.decoding import (
+    SLOTS,
+    as_mask,
+    fuse_for_decoding,
+    has_decode_kernels,
+    write_slots,
+)
 from tightfit.runtime.libraries import is_out_of_memory
 
 if TYPE_CHECKING:
@@ -24,6 +31,8 @@ if TYPE_CHECKING:
 
 GraphShape = tuple[int, int]
 """Rows and columns."""
+_WARM_ROWS, _WARM_TOKENS = (1, 2, 4, 8), 512
+"""Of the first steps that are captured, before there is a request."""
 _NUM_WARM_UPS = 2
 """The first calls choose kernels and allocate workspaces, which must not be captured."""
 
@@ -107,17 +116,34 @@ def _pad(tokens: torch.Tensor, count: int) -> torch.Tensor:
 _library: Any = cache_utils  # its classes are only half annotated
 
 
+_KINDS = {"full_attention", "sliding_attention"}
+"""Of layers, whose window is handed to the attention function."""
+
+
 def supports_slots(model: Any) -> bool:
-    """Whether the family takes positions and a finished mask, and keeps plain keys and values."""
+    """Whether the family takes positions and our attention, and keeps plain keys and values."""
     config = model.config
+    text = config.get_text_config()
     return (
         not config.is_encoder_decoder
         and has_plain_cache(config)
         and getattr(model, "_supports_attention_backend", False)
         and "position_ids" in inspect.signature(model.forward).parameters
-        and config._attn_implementation in ("sdpa", GROUPED_DECODE)
+        and set(getattr(text, "layer_types", None) or ()) <= _KINDS
         and len({parameter.device for parameter in model.parameters()}) == 1
     )
+
+
+@contextmanager
+def attending(model: Any, name: str) -> Iterator[None]:
+    """The model's attention under another name."""
+    config = model.config
+    before = config._attn_implementation
+    config._attn_implementation = name
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
 
 
 class SlotLayer(_library.DynamicLayer):  # type: ignore[misc]
@@ -131,12 +157,10 @@ class SlotLayer(_library.DynamicLayer):  # type: ignore[misc]
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write one token of every row at the row's own length; return the columns in use."""
-        cache = self._cache
-        count = int(key_states.shape[0])
-        rows, places = cache.rows[:count], cache.lengths[:count]
-        self.keys[rows, :, places] = key_states[:, :, 0]
-        self.values[rows, :, places] = value_states[:, :, 0]
-        return self.keys[:count, :, : cache.width], self.values[:count, :, : cache.width]
+        count, width = int(key_states.shape[0]), self._cache.width
+        new = key_states[:, :, 0], value_states[:, :, 0]
+        write_slots(*new, self.keys, self.values, self._cache.lengths[:count])
+        return self.keys[:count, :, :width], self.values[:count, :, :width]
 
     def get_seq_length(self) -> int:
         return self._cache.width
@@ -145,6 +169,8 @@ class SlotLayer(_library.DynamicLayer):  # type: ignore[misc]
         """New buffers of this size with what the old ones held."""
         for name in ("keys", "values"):
             old, shape = getattr(self, name), getattr(like, name).shape
+            if old is not None and old.shape[0] >= num_slots and old.shape[2] >= num_columns:
+                continue  # an earlier attempt ran out of memory behind this layer
             new = getattr(like, name).new_zeros((num_slots, shape[1], num_columns, shape[-1]))
             if old is not None:
                 new[: old.shape[0], :, : old.shape[2]] = old
@@ -153,7 +179,7 @@ class SlotLayer(_library.DynamicLayer):  # type: ignore[misc]
 
 
 class SlotCache(_library.Cache):  # type: ignore[misc]
-    """A `transformers` cache of slots. Lengths and row numbers lie on the device."""
+    """A `transformers` cache of slots. Lengths lie on the device."""
 
     def __init__(self, num_layers: int, device: torch.device) -> None:
         import torch
@@ -164,20 +190,17 @@ class SlotCache(_library.Cache):  # type: ignore[misc]
         self.width = 0
         """Columns that the current step reads."""
         self.lengths = torch.zeros(0, dtype=torch.long, device=device)
-        self.rows = torch.zeros(0, dtype=torch.long, device=device)
 
     def fit(self, fresh: Any, num_slots: int, num_columns: int) -> bool:
         """Make room for so many slots and columns. True: the buffers have moved."""
-        import torch
-
         if num_slots <= self.num_slots and num_columns <= self.num_columns:
             return False
-        self.num_slots = max(num_slots, self.num_slots)
-        self.num_columns = max(num_columns, self.num_columns)
+        num_slots = max(num_slots, self.num_slots)
+        num_columns = max(num_columns, self.num_columns)
         for mine, theirs in zip(self.layers, fresh.layers, strict=True):
-            mine.resize(theirs, self.num_slots, self.num_columns)
-        self.rows = torch.arange(self.num_slots, device=self.rows.device)
-        self.lengths = torch.zeros(self.num_slots, dtype=torch.long, device=self.rows.device)
+            mine.resize(theirs, num_slots, num_columns)
+        self.num_slots, self.num_columns = num_slots, num_columns
+        self.lengths = self.lengths.new_zeros(self.num_slots)
         return True
 
     def place(self, fresh: Any, lengths: Sequence[int], *, at: int) -> None:
@@ -202,7 +225,11 @@ class SlotRows(DecoderRows):
     def __init__(self, model: Any, *, most_rows: int) -> None:
         super().__init__(model, most_rows=most_rows)
         register_attention()
-        model.config._attn_implementation = GROUPED_DECODE
+        fuse_for_decoding(model)
+        self._reads_filled = has_decode_kernels(self._device)
+        """Attention reads filled columns alone, whatever the slots' size."""
+        self._slots = most_rows
+        """To allocate at once; fewer after memory has run out."""
         self._is_stale = True
         """The lengths on the device must be written again."""
         self._cuda_graphs = CudaGraphs(self._read_slots, captures=self._device.type == "cuda")
@@ -216,14 +243,43 @@ class SlotRows(DecoderRows):
         at = len(self._lengths)
         if self._cache is None:
             self._cache = SlotCache(len(fresh.layers), self._device)
-        slots = min(self._most_rows, _round_rows(at + len(prompts)))
-        if self._cache.fit(fresh, slots, round_columns(max(lengths) + most_new)):
-            self._cuda_graphs.forget()
+        self._make_room(fresh, at + len(prompts), round_columns(max(lengths) + most_new))
         self._cache.place(fresh, lengths, at=at)
         fresh.clear()
         self._lengths.extend(lengths)
         self._is_stale = True
         return logits
+
+    def _make_room(self, fresh: Any, num_rows: int, num_columns: int) -> None:
+        """Buffers for all rows there may be, since moving them costs all graphs; for these rows
+        alone where memory does not allow more."""
+        needed = min(self._most_rows, _round_rows(num_rows))
+        try:
+            has_moved = self._cache.fit(fresh, max(needed, self._slots), num_columns)
+        except RuntimeError as error:
+            self._cuda_graphs.forget()  # some buffers may have moved
+            if not is_out_of_memory(error) or needed >= self._slots:
+                raise
+            self._slots = needed
+            has_moved = self._cache.fit(fresh, needed, num_columns)
+        if has_moved:
+            self._cuda_graphs.forget()
+
+    def warm_up(self) -> None:
+        """Compile kernels and capture the steps of few rows, so that no request waits for it."""
+        if self._device.type != "cuda":
+            return
+        # Learned positions end, and an index beyond them would end the process.
+        config = self._model.config.get_text_config()
+        most = getattr(config, "max_position_embeddings", None) or 2 * _WARM_TOKENS
+        length = min(_WARM_TOKENS, most // 2)
+        for count in filter(lambda rows: rows <= self._most_rows, _WARM_ROWS):
+            try:
+                logits = self.join([[0] * length] * count, length)
+                self.step(logits.argmax(dim=-1))
+            finally:
+                self._lengths.clear()
+                self._is_stale = True
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         import torch
@@ -233,7 +289,9 @@ class SlotRows(DecoderRows):
             idle = [0] * (cache.num_slots - count)
             cache.lengths.copy_(torch.tensor([*self._lengths, *idle]))
             self._is_stale = False
-        cache.width = min(cache.num_columns, round_columns(max(self._lengths) + 1))
+        cache.width = cache.num_columns
+        if not self._reads_filled:
+            cache.width = min(cache.num_columns, round_columns(max(self._lengths) + 1))
         size = min(cache.num_slots, _round_rows(count))
         logits = self._cuda_graphs.run((size, cache.width), tokens)[:count]
         cache.lengths[:count] += 1
@@ -252,32 +310,17 @@ class SlotRows(DecoderRows):
         cache = self._cache
         count = int(tokens.shape[0])
         lengths = cache.lengths[:count]
-        output = self._model(
-            input_ids=tokens,
-            attention_mask=self._masks(lengths, cache.width),
-            position_ids=lengths[:, None],
-            past_key_values=cache,
-            use_cache=True,
-            **self._extra,
-        )
+        with attending(self._model, SLOTS):
+            output = self._model(
+                input_ids=tokens,
+                attention_mask=as_mask(lengths),
+                position_ids=lengths[:, None],
+                past_key_values=cache,
+                use_cache=True,
+                **self._extra,
+            )
         logits: torch.Tensor = output.logits[:, -1].float()
         return logits
-
-    def _masks(self, lengths: torch.Tensor, width: int) -> Any:
-        """Which columns each row sees: (rows, 1, 1, columns), by kind of layer where two mix."""
-        import torch
-
-        distance = lengths[:, None] - torch.arange(width, device=lengths.device)
-        seen = distance >= 0
-        config = self._model.config.get_text_config()
-        window = getattr(config, "sliding_window", None)
-        near = seen if window is None else seen & (distance < window)
-        kinds = set(getattr(config, "layer_types", None) or ())
-        if kinds == {"full_attention"}:
-            near = seen
-        if len(kinds) < 2:
-            return near[:, None, None]
-        return {"full_attention": seen[:, None, None], "sliding_attention": near[:, None, None]}
 
 
 def _round_rows(count: int) -> int:

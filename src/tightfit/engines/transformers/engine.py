@@ -17,6 +17,7 @@ from tightfit.engines.protocol import (
     choose_context,
 )
 from tightfit.engines.transformers.batch import ContinuousBatcher, RunningAnswer, free_memory
+from tightfit.engines.transformers.constraint import ConstraintMaker
 from tightfit.engines.transformers.rows import (
     CPU_SLOTS,
     PREFILL_TOKENS,
@@ -211,16 +212,28 @@ class TransformersEngine(BaseEngine):
         num_vocabulary = int(model.get_input_embeddings().weight.shape[0])
         super().__init__(info, prompter, num_vocabulary=num_vocabulary)
         self._model = model
+        self._constraints = ConstraintMaker(prompter, num_vocabulary=num_vocabulary)
+        rows = open_rows(model, most_rows=num_slots)
+        kind = "cuda" if model.device.type == "cuda" else "cpu"
         self._batcher = ContinuousBatcher(
-            open_rows(model, most_rows=num_slots),
+            rows,
             num_slots=num_slots,
-            prefill_tokens=PREFILL_TOKENS["cuda" if model.device.type == "cuda" else "cpu"],
+            prefill_tokens=PREFILL_TOKENS[kind],
+            overlaps=kind == "cuda",
         )
+        self._batcher.call_later(rows.warm_up)
 
     def submit(self, request: Request, listener: Listener) -> Ticket:
         self._check_open()
         self._check_request(request)
-        answer = RunningAnswer(request, listener, self.prompter, max_context=self.info.max_context)
+        grammar = request.sampling.grammar
+        answer = RunningAnswer(
+            request,
+            listener,
+            self.prompter,
+            max_context=self.info.max_context,
+            constraint=None if grammar is None else self._constraints.make(grammar),
+        )
         self._batcher.add(answer)
         return answer
 

@@ -21,7 +21,7 @@ COLUMN_STEP = 256
 ROW_SPARE_FRACTION = 0.25
 """Rows without slots grow their buffers by this share."""
 CPU_SLOTS = 8
-MAX_GPU_SLOTS = 32
+MAX_GPU_SLOTS = 64
 KV_MEMORY_FRACTION = 0.8
 """Of the free memory that keys and values may take; scores and activations need the rest."""
 
@@ -55,6 +55,9 @@ class EncoderDecoderRows:
         self._cache: Any = None
         self._encoded: Any = None
         self._mask: Any = None
+
+    def warm_up(self) -> None:
+        """Nothing is prepared."""
 
     def join(self, prompts: Sequence[Sequence[int]], most_new: int) -> torch.Tensor:  # noqa: ARG002
         import torch
@@ -123,6 +126,10 @@ class BatchRows(Protocol):
     starts_together: bool
     """Rows start together: none may join, or rejoin, while others run."""
 
+    def warm_up(self) -> None:
+        """Prepare what the first request would wait for."""
+        ...
+
     def join(self, prompts: Sequence[Sequence[int]], most_new: int) -> torch.Tensor:
         """Prefill prompts as new rows after the others; return the logits of their first tokens."""
         ...
@@ -161,6 +168,9 @@ class DecoderRows:
         self._length_tensor: Any = None
         """The same on the device; None after rows were added or dropped."""
         self._cache: Any = None
+
+    def warm_up(self) -> None:
+        """Nothing is prepared."""
 
     def join(self, prompts: Sequence[Sequence[int]], most_new: int) -> torch.Tensor:
         from tightfit.engines.transformers.cache import RowCache
@@ -248,6 +258,9 @@ class SingleRow:
         self._model = model
         self._device = model.get_input_embeddings().weight.device
         self._cache: Any = None
+
+    def warm_up(self) -> None:
+        """Nothing is prepared."""
 
     def join(self, prompts: Sequence[Sequence[int]], most_new: int) -> torch.Tensor:  # noqa: ARG002
         import torch
