@@ -103,7 +103,8 @@ check: install  ## what CI runs before the tests: style, types, rooms, generated
 
 # Two at a time; then alone what is timed.
 BENCHMARKS = published_memory closed_form_vs_trace published_time h200_memory h200_allocator h200_trace \
-	other_trainers farm_simulation h200_throughput h200_families h200_sweep measure_demo_step
+	other_trainers farm_simulation h200_throughput h200_families compiled_traces h200_sweep measure_demo_step \
+	measure_decoding
 bench: install  ## predicted against published memory and time; fails if it got worse
 	printf '%s\n' $(BENCHMARKS) | xargs -P 2 -I NAME $(BIN)/python benchmarks/NAME.py --check
 	$(BIN)/python benchmarks/measure_cli_seconds.py --check

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from _provenance import provenance
+from _provenance import write_result
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = Path("examples") / "tool_calls"
@@ -33,7 +33,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     out = parser.parse_args().out.resolve()
-    about = provenance("benchmarks/measure_tool_calls.py")
     os.chdir(ROOT)
     run("scripts/fetch_demo_model.py", OUT / "SmolLM2-135M-Instruct.gguf")
     run(EXAMPLE / "make_data.py", OUT / "tool_calls")
@@ -44,16 +43,16 @@ def main() -> None:
     with served(RUN) as url:
         counted = run(EXAMPLE / "ask.py", TEST, url, "--json")
     report = json.loads((RUN / "report.json").read_text())
-    result = {
-        **about,
-        "model": "SmolLM2-135M-Instruct",
-        "trained": {key: report[key] for key in REPORTED},
-        "test_sha256": hashlib.sha256(TEST.read_bytes()).hexdigest(),
-        "num_test_rows": scores["num_rows"],
-        "scores": {metric["name"]: metric["scores"] for metric in scores["metrics"]},
-        "served": json.loads(counted.splitlines()[-1]),
-    }
-    out.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(
+        out,
+        "benchmarks/measure_tool_calls.py",
+        model="SmolLM2-135M-Instruct",
+        trained={key: report[key] for key in REPORTED},
+        test_sha256=hashlib.sha256(TEST.read_bytes()).hexdigest(),
+        num_test_rows=scores["num_rows"],
+        scores={metric["name"]: metric["scores"] for metric in scores["metrics"]},
+        served=json.loads(counted.splitlines()[-1]),
+    )
 
 
 def run(*words: object) -> str:

@@ -29,8 +29,8 @@ PAGES = [
 RESULTS = ROOT / "benchmarks" / "results"
 TRAINING = RESULTS / "h200_training.json"
 """Whole runs, measured by benchmarks/measure_training.py."""
-GENERATION = RESULTS / "h200_generation.json"
-"""`tightfit generate` and its peers, measured by benchmarks/measure_generation.py."""
+DECODING = RESULTS / "h200_decoding.json"
+"""The transformers engine beside `generate`, measured by benchmarks/measure_decoding.py."""
 ARTEFACTS = RESULTS / "artefacts.json"
 """What each step after training loses, measured by benchmarks/measure_artefacts.py."""
 CLI_SECONDS = RESULTS / "cli_seconds.json"
@@ -178,25 +178,33 @@ def make_chain_figures(chain: dict[str, Any]) -> list[str]:
 
 
 def make_generation_figures() -> list[str]:
-    cases = json.loads(GENERATION.read_text())["cases"]
+    document = json.loads(DECODING.read_text())
     lines = [
-        "`tightfit generate` of a 7B shape in bf16 on one H200, beside the better of transformers' "
-        f"own batch tools in the same call (`benchmarks/results/{GENERATION.name}`):",
+        f"The transformers engine on a 7B shape, {document['prompt_tokens']} tokens a prompt, on "
+        f"one {document['about']['gpu']}, beside transformers' `generate` with its default cache "
+        f"in the same call (`benchmarks/results/{DECODING.name}`):",
         "",
-        "| answers at a time | new tokens/s | of the peer | memory | predicted off by "
-        "| bandwidth at its peak, of a copy's |",
-        "|---|---|---|---|---|---|",
+        "| weights | answers at a time | new tokens/s | `generate`'s | first token of the first "
+        "answer, all prompts at once |",
+        "|---|---|---|---|---|",
     ]
-    for case in cases.values():
-        ours = case["ours"]
-        memory = ours["memory"]
-        off = memory["predicted_bytes"] / memory["device_bytes"] - 1
-        peer = f"{case['of_best_peer']:.1f}x" if "of_best_peer" in case else case["weights"]
-        lines.append(
-            f"| {case['parallel']} | {ours['rates']['new_per_second']:,.0f} | {peer} "
-            f"| {memory['device_bytes'] / 2**30:.1f} GiB | {off:+.1%} "
-            f"| {ours['traffic']['peak_fraction']:.0%} |"
-        )
+    for kind, found in document["results"].items():
+        for count, case in found["cases"].items():
+            rate = found["peer"].get(count, {}).get("new_tokens_per_second")
+            peer = f"{rate:,.0f}" if rate else ""
+            lines.append(
+                f"| {kind} | {count} | {case['new_tokens_per_second']:,.0f} | {peer} "
+                f"| {case['first_token_seconds'] * 1000:,.0f} ms |"
+            )
+    cold = document["results"]["bf16"]["warm_seconds"]
+    again = document["second_start_seconds"]
+    lines += [
+        "",
+        f"From a loaded model to the first token it took {again:.1f} s where an earlier start had "
+        f"compiled the kernels, and {cold:.0f} s where none had. `generate` launches each "
+        "kernel from Python and is bound by the host; transformers' compiled and continuous "
+        "batching were not measured in this call.",
+    ]
     return lines
 
 
@@ -244,10 +252,19 @@ def make_fault_figures() -> str:
     return "\n".join(lines) + "\n"
 
 
+def make_fuzz_figures() -> str:
+    lines = ["| kind | cases | refused | accepted | failed |", "|---|---|---|---|---|"]
+    for row in json.loads((RESULTS / "fuzz.json").read_text())["kinds"]:
+        counts = (row["cases"], row["refused"], row["accepted"], row["failures"])
+        lines.append(f"| {row['kind']} | {' | '.join(f'{count:,}' for count in counts)} |")
+    return "\n".join(lines) + "\n"
+
+
 MAKERS = {
     "cli": make_cli_figures,
     "figures": make_figures,
     "traced": make_traced_figures,
+    "fuzz": make_fuzz_figures,
     "kills": make_kill_figures,
     "faults": make_fault_figures,
     "runs": lambda: "\n".join(make_training_figures(json.loads(TRAINING.read_text()))) + "\n",

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from tightfit.api.generate import generate
     from tightfit.api.init import init
     from tightfit.api.merge import merge
-    from tightfit.api.plan import buy, plan
+    from tightfit.api.plan import buy, longest, plan
     from tightfit.api.preflight import preflight
     from tightfit.api.prepare import prepare
     from tightfit.api.quantize import quantize
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "UserError": "core.errors",
     "buy": "api.plan",
+    "longest": "api.plan",
     "list_runs": "api.runs",  # not `runs`: that is a package here
     "load": "api.chat",
     "read_runs": "api.runs",
@@ -70,6 +71,7 @@ __all__ = [
     "init",
     "list_runs",
     "load",
+    "longest",
     "merge",
     "plan",
     "preflight",

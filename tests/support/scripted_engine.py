@@ -30,6 +30,7 @@ class ScriptedPrompter:
 
     call_syntax: CallSyntax | None = None
     call_control: tuple[int, ...] = ()
+    template: Any = None
 
     def ask(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> tuple[int, ...]:
         del tools
@@ -39,7 +40,8 @@ class ScriptedPrompter:
             ) from TemplateRenderError("no")
         return tuple(ord(char) for char in messages[-1].content)
 
-    def continue_text(self, text: str) -> tuple[int, ...]:
+    def continue_text(self, text: str, *, begins: bool = True) -> tuple[int, ...]:
+        del begins
         return tuple(map(ord, text))
 
 
@@ -79,6 +81,7 @@ class ScriptedEngine:
             weight_bytes=0,
             kv_bytes_per_token=0,
         )
+        self.num_vocabulary = 0x110000
         self.prompter: Any = ScriptedPrompter()
         self.token_seconds = token_seconds
         self.tickets: list[ScriptedTicket] = []

@@ -81,6 +81,20 @@ class Sampling:
         example=1.1,
         help="Above 1: tokens that were there already become less likely. [default: 1]",
     )
+    presence_penalty: float = _number(
+        0.0,
+        least=-2,
+        most=2,
+        example=0.5,
+        help="Above 0: tokens that the answer holds already become less likely. [default: 0]",
+    )
+    frequency_penalty: float = _number(
+        0.0,
+        least=-2,
+        most=2,
+        example=0.5,
+        help="The same, for each time that the answer holds a token. [default: 0]",
+    )
     seed: int | None = _number(
         None,
         least=0,
@@ -93,6 +107,20 @@ class Sampling:
     """Texts that end an answer and are not part of it, beside the model's own stop tokens."""
     ignores_stop_tokens: bool = False
     """Generate up to `max_new_tokens`, for measuring."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Tokens and what is added to their logits."""
+    top_logprobs: int | None = None
+    """Report each token's log-probability, beside those of this many likeliest; None: none.
+
+    They are the model's own, before temperature, penalties and biases.
+    """
+    grammar: str | None = None
+    """What the whole answer must fit: `Grammar.to_json()` of `data/grammar.py`."""
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether the next token depends on how often the answer holds it."""
+        return self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
 def _list_options() -> Mapping[str, SamplingOption]:

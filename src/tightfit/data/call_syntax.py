@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from tightfit.data.grammar import Node, Repeat, choice, sequence
 from tightfit.data.tools import (
     ToolCall,
     ToolError,
@@ -29,6 +31,28 @@ class ParsedAnswer(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CallForm:
+    """What the grammar of a request's calls is made of."""
+
+    arguments: Mapping[str, Node]
+    """By the tool's name."""
+    most: int
+    """Calls in one answer."""
+    template: str
+    """Of the model, where a syntax has variants."""
+
+    def calls(self, write_call: Callable[[str, Node], Node], separator: str = "") -> Node:
+        """One call or several, of any of the tools."""
+        one = choice(
+            *(write_call(name, arguments) for name, arguments in self.arguments.items()),
+            is_distinct=True,
+        )
+        if self.most == 1:
+            return one
+        return sequence(one, Repeat(sequence(separator, one), 0, self.most - 1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class CallSyntax:
     """One way to write calls."""
 
@@ -46,6 +70,8 @@ class CallSyntax:
     thought: tuple[str, str] | None = None
     """Marks around reasoning, which stands first and is not content."""
     read: Callable[[str], ParsedAnswer]
+    write: Callable[[CallForm], Node] | None = None
+    """The grammar of one call or several; None where none is known."""
 
     def parse(self, text: str) -> ParsedAnswer:
         """Content and calls. Raises `ToolError` for a call that is begun and malformed."""
@@ -309,6 +335,51 @@ def _read_json(text: str) -> ParsedAnswer:
     return ParsedAnswer("", calls) if calls else ParsedAnswer(text)
 
 
+# Grammars of calls: as templates show them to the model.
+
+
+def _as_object(key: str) -> Callable[[str, Node], Node]:
+    """A call as JSON, with its arguments under this key."""
+
+    def write(name: str, arguments: Node) -> Node:
+        written = json.dumps(name, ensure_ascii=False)
+        return sequence(f'{{"name": {written}, "{key}": ', arguments, "}")
+
+    return write
+
+
+def _write_hermes(form: CallForm) -> Node:
+    write = _as_object("arguments")
+    return form.calls(
+        lambda name, arguments: sequence("<tool_call>\n", write(name, arguments), "\n</tool_call>"),
+        "\n",
+    )
+
+
+def _write_mistral(form: CallForm) -> Node:
+    if "[ARGS]" in form.template:
+        return form.calls(lambda name, arguments: sequence(f"{_MISTRAL}{name}[ARGS]", arguments))
+    return sequence(f"{_MISTRAL}[", form.calls(_as_object("arguments"), ", "), "]")
+
+
+def _write_llama(form: CallForm) -> Node:
+    return form.calls(_as_object("parameters"), "; ")
+
+
+def _write_json(form: CallForm) -> Node:
+    calls = form.calls(_as_object("arguments"), ", ")
+    return calls if form.most == 1 else sequence("[", calls, "]")
+
+
+def _write_harmony(form: CallForm) -> Node:
+    # It ends its turn with each call: there is one.
+    def write(name: str, arguments: Node) -> Node:
+        head = f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
+        return sequence(head, arguments)
+
+    return replace(form, most=1).calls(write)
+
+
 # The records.
 
 GEMMA = CallSyntax(
@@ -333,6 +404,7 @@ HARMONY = CallSyntax(
     control=("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>"),
     answer_start="<|channel|>final<|message|>",
     read=_read_harmony,
+    write=_write_harmony,
 )
 MISTRAL = CallSyntax(
     name="mistral",
@@ -340,6 +412,7 @@ MISTRAL = CallSyntax(
     starts=(_MISTRAL,),
     control=(_MISTRAL, "[CALL_ID]", "[ARGS]"),
     read=_read_mistral,
+    write=_write_mistral,
 )
 QWEN_TAGS = CallSyntax(
     name="qwen-tags",
@@ -354,6 +427,7 @@ HERMES = CallSyntax(
     starts=("<tool_call>",),
     control=("<tool_call>", "</tool_call>"),
     read=_read_hermes,
+    write=_write_hermes,
 )
 LLAMA = CallSyntax(
     name="llama",
@@ -362,8 +436,11 @@ LLAMA = CallSyntax(
     control=(_PYTHON_TAG,),
     is_bare=True,
     read=_read_llama,
+    write=_write_llama,
 )
-PLAIN_JSON = CallSyntax(name="json", template_marks=((),), starts=(), is_bare=True, read=_read_json)
+PLAIN_JSON = CallSyntax(
+    name="json", template_marks=((),), starts=(), is_bare=True, read=_read_json, write=_write_json
+)
 CALL_SYNTAXES = {
     syntax.name: syntax
     for syntax in (

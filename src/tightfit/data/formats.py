@@ -215,7 +215,7 @@ def read_conversation(row: Row, messages: list[Message]) -> Conversation:
     """Messages with the tools that their row lists; calls and results are checked."""
     given = next((row.values[key] for key in TOOL_KEYS if row.values.get(key) is not None), None)
     try:
-        tools = read_tools(given)
+        tools = row.tools if given is None else read_tools(given)
         messages, tools = _read_hermes(messages, tools)
         return Conversation(_checked(messages, tools), tools)
     except ToolError as error:
@@ -426,8 +426,13 @@ class RowFormat:
         """The messages and tools that a row holds; plain text is one assistant message."""
         values = [self._value(row, group) for group in self.keys]
         messages = self.make(row, values)
+        if row.tools and self.name == "text":
+            raise _bad(row, "plain text calls no tools, and the source names a file of them")
         # Beside plain questions, a column called `tools` may be about anything.
         has_turns = any(isinstance(value, list) and _holds_objects(value) for value in values)
+        if not has_turns and row.tools:
+            kept = {key: value for key, value in row.values.items() if key not in TOOL_KEYS}
+            return read_conversation(row._replace(values=kept), messages)
         return read_conversation(row, messages) if has_turns else Conversation(messages)
 
     def to_messages(self, row: Row) -> list[Message]:
@@ -445,9 +450,13 @@ class RowFormat:
         return Turns(prompt, answer, len(messages))
 
     def _value(self, row: Row, group: tuple[str, ...]) -> Any:
+        return row.values[self.find_key(row, group)]
+
+    def find_key(self, row: Row, group: tuple[str, ...]) -> str:
+        """The first name of a group that the row has."""
         for key in group:
             if key in row.values:
-                return row.values[key]
+                return key
         wanted = " or ".join(f"`{key}`" for key in group)
         raise InvalidInputError(
             f"{row.place} lacks {wanted}; the rows before it are {self.name}. "

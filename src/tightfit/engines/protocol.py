@@ -15,7 +15,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-from tightfit.core.errors import InvalidInputError, UserError
+from tightfit.core.errors import InvalidInputError, SetupError, UserError
 from tightfit.core.sampling import Sampling
 from tightfit.data.templates import StopTextFilter, TextStream
 
@@ -45,11 +45,23 @@ class FinishReason(str, Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenLogprob:
+    """One token's log-probability, and those of the likeliest tokens at its place."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+    """Token and log-probability, likeliest first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
     """The next piece of an answer. `text` never ends inside a character or a stop text."""
 
     text: str
     tokens: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """Where the request asked for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +76,10 @@ class Done:
     """Every token that was computed, the stop token included."""
     num_cached_tokens: int = 0
     """Prompt tokens whose keys and values were reused from an earlier request."""
+    stop_text: str | None = None
+    """The stop text that ended it."""
+    logprobs: tuple[TokenLogprob, ...] = ()
+    """Of every token of the text, where the request asked for them."""
     submitted_s: float
     first_token_s: float
     finished_s: float
@@ -130,6 +146,11 @@ class Engine(Protocol):
         """Messages and texts to tokens and back, by the artefact's own tokenizer and template."""
         ...
 
+    @property
+    def num_vocabulary(self) -> int:
+        """Logits of one token."""
+        ...
+
     def submit(self, request: Request, listener: Listener) -> Ticket:
         """Queue a request and return at once; the listener receives its events.
 
@@ -153,6 +174,10 @@ class Engine(Protocol):
         """End every request and free the memory. Safe to call twice."""
 
 
+class EngineLostError(SetupError):
+    """What computes the answers ended by itself: no prompt's fault as far as anyone can tell."""
+
+
 # Context length and checks of a request.
 
 DEFAULT_CONTEXT = 4096
@@ -173,6 +198,11 @@ def choose_context(asked: int | None, known: int | None) -> int:
 def check_request(request: Request, *, max_context: int, num_vocabulary: int) -> int:
     """The number of new tokens that fit. Raises for a request that can never be answered."""
     num_tokens = len(request.prompt)
+    if request.sampling.grammar is not None and request.sampling.ignores_stop_tokens:
+        raise InvalidInputError(
+            "An answer of a given format ends where the format does.",
+            remedy="leave `ignore_eos` out",
+        )
     if num_tokens == 0:
         raise InvalidInputError("The prompt is empty.", remedy="send at least one token")
     if request.sampling.max_new_tokens < 1:
@@ -186,7 +216,8 @@ def check_request(request: Request, *, max_context: int, num_vocabulary: int) ->
             f"{max_context:,}.",
             remedy="shorten the prompt, or allow more: --context N, up to the model's own",
         )
-    strange = next((t for t in request.prompt if not 0 <= t < num_vocabulary), None)
+    biased = (token for token, _ in request.sampling.logit_bias)
+    strange = next((t for t in (*request.prompt, *biased) if not 0 <= t < num_vocabulary), None)
     if strange is not None:
         raise InvalidInputError(
             f"Token {strange} is beyond the model's {num_vocabulary:,} tokens.",
@@ -307,6 +338,8 @@ class BaseAnswer(Generic[Text]):
         self._listener = listener
         self._pending: list[int] = []
         """Tokens whose text could not be shown yet."""
+        self._pending_logprobs: list[TokenLogprob] = []
+        self._logprobs: list[TokenLogprob] = []
         self._submitted_s = time.monotonic()
         self._first_token_s: float | None = None
 
@@ -320,11 +353,12 @@ class BaseAnswer(Generic[Text]):
             self._first_token_s = time.monotonic()
         return is_first
 
-    def show(self, text: str, tokens: Sequence[int]) -> None:
+    def show(self, text: str, tokens: Sequence[int], logprobs: Sequence[TokenLogprob] = ()) -> None:
         """Send the text that can be shown now, with all tokens that came since the last one."""
         self._pending += tokens
+        self._pending_logprobs += logprobs
         if text:
-            self._emit(Delta(text=text, tokens=self._take_pending()))
+            self._emit(self._make_delta(text))
 
     def end(self, reason: FinishReason) -> None:
         """Send the rest of the text and the final event, once."""
@@ -332,7 +366,7 @@ class BaseAnswer(Generic[Text]):
             return
         rest = self.text.finish()
         if rest or self._pending:
-            self._emit(Delta(text=rest, tokens=self._take_pending()))
+            self._emit(self._make_delta(rest))
         self.is_over = True
         now = time.monotonic()
         self._emit(
@@ -342,6 +376,8 @@ class BaseAnswer(Generic[Text]):
                 num_prompt_tokens=len(self.request.prompt),
                 num_new_tokens=self.num_new_tokens,
                 num_cached_tokens=self.num_cached_tokens,
+                stop_text=self.text.stopped_by,
+                logprobs=tuple(self._logprobs),
                 submitted_s=self._submitted_s,
                 first_token_s=now if self._first_token_s is None else self._first_token_s,
                 finished_s=now,
@@ -353,9 +389,11 @@ class BaseAnswer(Generic[Text]):
             self.is_over = True
             self._emit(Failed(error=error))
 
-    def _take_pending(self) -> tuple[int, ...]:
+    def _make_delta(self, text: str) -> Delta:
         tokens, self._pending = tuple(self._pending), []
-        return tokens
+        logprobs, self._pending_logprobs = tuple(self._pending_logprobs), []
+        self._logprobs += logprobs
+        return Delta(text=text, tokens=tokens, logprobs=logprobs)
 
     def _emit(self, event: Event) -> None:
         try:
@@ -370,7 +408,7 @@ class BaseEngine:
     def __init__(self, info: EngineInfo, prompter: Prompter, *, num_vocabulary: int) -> None:
         self.info = info
         self.prompter = prompter
-        self._num_vocabulary = num_vocabulary
+        self.num_vocabulary = num_vocabulary
         self._lock = threading.Lock()
         self._is_closed = False
 
@@ -384,7 +422,7 @@ class BaseEngine:
     def _check_request(self, request: Request) -> int:
         """The number of new tokens that fit."""
         return check_request(
-            request, max_context=self.info.max_context, num_vocabulary=self._num_vocabulary
+            request, max_context=self.info.max_context, num_vocabulary=self.num_vocabulary
         )
 
     def _set_closed(self) -> bool:

@@ -11,13 +11,14 @@ import contextlib
 import itertools
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tightfit.core.errors import InvalidInputError, SetupError, UserError, first_line
 from tightfit.core.reading import read_json_file
 from tightfit.core.sampling import Sampling
+from tightfit.data.grammar import read_grammar, write_gbnf
 from tightfit.data.templates import Prompter, TextStream
 from tightfit.engines.open import VLLM_REMEDY, EngineRequest, open_prompter, read_gptq_bits
 from tightfit.engines.protocol import (
@@ -28,6 +29,7 @@ from tightfit.engines.protocol import (
     Listener,
     Request,
     Ticket,
+    TokenLogprob,
     choose_context,
     name_gpus,
 )
@@ -102,7 +104,9 @@ def choose_parallel(num_gpus: int, spec: ModelSpec) -> int:
 def sampling_arguments(
     sampling: Sampling, *, num_new_tokens: int, stop_ids: tuple[int, ...]
 ) -> dict[str, Any]:
-    """Keyword arguments of `SamplingParams`, but for `output_kind`, which is an enum of vLLM's.
+    """Keyword arguments of `SamplingParams`, but for those that have types of vLLM's own.
+
+    `output_kind` is added where it is called, and `grammar` becomes `structured_outputs`.
 
     Stop texts are found by us, from the tokens, as with the other engines.
     """
@@ -114,10 +118,15 @@ def sampling_arguments(
         "top_k": 0 if is_greedy else sampling.top_k,
         "min_p": 0.0 if is_greedy else sampling.min_p,
         "repetition_penalty": sampling.repetition_penalty,
+        "presence_penalty": sampling.presence_penalty,
+        "frequency_penalty": sampling.frequency_penalty,
+        "logit_bias": dict(sampling.logit_bias) or None,
+        "logprobs": sampling.top_logprobs,
         "seed": sampling.seed,
         "ignore_eos": sampling.ignores_stop_tokens,
         "stop_token_ids": [] if sampling.ignores_stop_tokens else list(stop_ids),
         "detokenize": False,
+        "grammar": None if sampling.grammar is None else write_gbnf(read_grammar(sampling.grammar)),
     }
 
 
@@ -185,10 +194,29 @@ class VllmAnswer(BaseAnswer[TextStream]):
             self.mark_first_token()
         self.num_new_tokens += len(tokens)
         shown = [token for token in tokens if token not in self.stop_ids]
-        self.show(self.text.push(shown), shown)
+        count = self.request.sampling.top_logprobs
+        logprobs = [] if count is None else read_logprobs(tokens, part.logprobs or (), count)
+        self.show(self.text.push(shown), shown, logprobs[: len(shown)])
         if self.text.is_stopped or part.finish_reason == "stop":
             return FinishReason.STOP
         return FinishReason.LENGTH if part.finish_reason == "length" else None
+
+
+def read_logprobs(
+    tokens: Sequence[int], reported: Sequence[Mapping[int, Any]], count: int
+) -> list[TokenLogprob]:
+    """vLLM's entries: for each token a mapping of the likeliest and itself."""
+    found = []
+    for token, entries in zip(tokens, reported, strict=False):
+        ranked = sorted(entries.items(), key=lambda entry: -entry[1].logprob)[:count]
+        found.append(
+            TokenLogprob(
+                token=token,
+                logprob=float(entries[token].logprob),
+                top=tuple((int(one), float(entry.logprob)) for one, entry in ranked),
+            )
+        )
+    return found
 
 
 # The engine.
@@ -335,8 +363,12 @@ class _Vllm:
 
     def generate(self, prompt: Sequence[int], arguments: dict[str, Any], number: str) -> Any:
         from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
+        grammar = arguments["grammar"]
+        arguments = {name: value for name, value in arguments.items() if name != "grammar"}
+        if grammar is not None:
+            arguments["structured_outputs"] = StructuredOutputsParams(grammar=grammar)
         return self._engine.generate(
             {"prompt_token_ids": list(prompt)},
             SamplingParams(**arguments, output_kind=RequestOutputKind.DELTA),

@@ -283,10 +283,8 @@ def make_report(run: RunFolder) -> RunReport:
     return read_run(run).report
 
 
-def write_report(run: RunFolder) -> RunReport:
-    report = make_report(run)
+def write_report(run: RunFolder, report: RunReport) -> None:
     write_atomic(run.report_path, report.model_dump_json(indent=2) + "\n")
-    return report
 
 
 def read_report(run: RunFolder) -> RunReport:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import tightfit
 from api_processes import ServerProcess, server_process
 from small_models import make_llama
 from tightfit.core.dtypes import Dtype
 from tightfit.export.convert import convert_to_gguf
+
+HERMES = Path(tightfit.__file__).parent / "catalogue" / "templates" / "hermes.jinja"
 
 
 @pytest.fixture(scope="session")
@@ -19,6 +23,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A model folder, and the same as GGUF."""
     home = tmp_path_factory.mktemp("served")
     folder = make_llama(home / "tiny")
+    shutil.copy(HERMES, folder / "chat_template.jinja")  # it takes tools
     target = home / "tiny-file.gguf"
     return folder, convert_to_gguf(folder, target, dtype=Dtype.FP32)
 

@@ -22,7 +22,7 @@ def before_call(_context: Any, case: Any, _kwargs: dict[str, Any]) -> None:
     model = changed.get("model")
     if model is None or (isinstance(model, str) and model):
         changed["model"] = ("plain", "gguf")[len(model or changed) % 2]
-    for name in ("max_tokens", "max_completion_tokens"):
+    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
         value = changed.get(name)
         if value is None or (type(value) is int and MAX_TOKENS < value < 2**31):
             changed[name] = MAX_TOKENS

@@ -39,12 +39,16 @@ def test_schemathesis_finds_no_server_error_and_nothing_undescribed(
     server: ServerProcess, tmp_path: Path
 ) -> None:
     hooks = Path(__file__).with_name("schemathesis_hooks.py")
+    config = tmp_path / "schemathesis.toml"
+    # Lists that are too long by one item can make a body that is too large before it is read.
+    config.write_text('[checks.negative_data_rejection]\nexpected-statuses = ["4xx"]\n')
     before = count_answers(server)
     done = subprocess.run(
         [
-            *(sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json"),
+            *(sys.executable, "-m", "schemathesis.cli", "--config-file", str(config)),
+            *("run", f"{server.url}/openapi.json"),
             *("--checks", ",".join(CHECKS), "--phases", "coverage,fuzzing"),
-            *("--max-examples", "25", "--generation-deterministic", "--no-color"),
+            *("--max-examples", "20", "--generation-deterministic", "--no-color"),
             *("--request-timeout", "60"),
         ],
         check=False,
@@ -52,7 +56,7 @@ def test_schemathesis_finds_no_server_error_and_nothing_undescribed(
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=420,
     )
     after = count_answers(server)
     assert done.returncode == 0, done.stdout[-6000:]
@@ -69,13 +73,19 @@ def test_the_description_tells_every_error_and_its_body(server: ServerProcess) -
     assert set(reported["paths"]) == {
         "/v1/chat/completions",
         "/v1/completions",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/v1/responses",
+        "/tokenize",
+        "/detokenize",
         "/v1/models",
         "/v1/models/{model_id}",
         "/health",
         "/metrics",
         "/openapi.json",
     }
-    for path in ("/v1/chat/completions", "/v1/completions"):
+    posted = [path for path, methods in reported["paths"].items() if "post" in methods]
+    for path in posted:
         responses = reported["paths"][path]["post"]["responses"]
         assert set(responses) == {"200", "400", "403", "404", "413", "500", "503", "504"}
         for code in set(responses) - {"200"}:

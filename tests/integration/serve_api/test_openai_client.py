@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from openai import OpenAI
@@ -13,6 +14,7 @@ from api_processes import MODELS, ServerProcess
 
 pytest_plugins = ("api_served",)
 
+IGNORE_EOS = {"ignore_eos": True}
 QUESTION = "How many singers are older than the average?"
 
 
@@ -143,6 +145,137 @@ def test_completions_of_texts_and_tokens(client: OpenAI, model: str) -> None:
     assert tokens.usage.prompt_tokens == 3
 
 
+@pytest.fixture(scope="module")
+def reference(tiny: tuple[Path, Path]) -> Any:
+    """Scores of a token sequence by transformers itself: (tokens, vocabulary)."""
+    import torch
+    import transformers
+
+    library: Any = transformers
+    model = library.AutoModelForCausalLM.from_pretrained(tiny[0], dtype=torch.float32)
+
+    def score(tokens: list[int]) -> Any:
+        with torch.inference_mode():
+            return model(torch.tensor([tokens])).logits[0]
+
+    return score
+
+
+def _tokens(server: ServerProcess, **body: Any) -> list[int]:
+    answer = httpx.post(f"{server.url}/tokenize", json=body, trust_env=False, timeout=60)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["count"] == len(answer.json()["tokens"])
+    return list(answer.json()["tokens"])
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_log_probabilities_are_the_models_own(
+    server: ServerProcess, client: OpenAI, reference: Any, model: str
+) -> None:
+    # Whatever is drawn, and how; token 60 is one plain character.
+    forced = {"logit_bias": {"60": 100}, "temperature": 2.0, "seed": 4, "max_tokens": 4}
+    wanted = {"logprobs": True, "top_logprobs": 3, "extra_body": IGNORE_EOS}
+    whole = _ask(client, model, **forced, **wanted).choices[0]
+    entries = whole.logprobs.content
+    assert b"".join(bytes(entry.bytes) for entry in entries).decode() == whole.message.content
+    streamed = [
+        entry
+        for chunk in _ask(client, model, stream=True, **forced, **wanted)
+        for choice in chunk.choices
+        if choice.logprobs
+        for entry in choice.logprobs.content
+    ]
+    assert [entry.token for entry in streamed] == [entry.token for entry in entries]
+
+    prompt = _tokens(server, model=model, messages=_messages())
+    scores = reference(prompt + [60] * 3)[-4:].log_softmax(-1)
+    for at, entry in enumerate(entries):
+        assert entry.logprob == pytest.approx(float(scores[at, 60]), abs=0.05)
+        best = scores[at].topk(3).values.tolist()
+        assert [one.logprob for one in entry.top_logprobs] == pytest.approx(best, abs=0.05)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_text_is_scored_as_evaluation_harnesses_do(
+    server: ServerProcess, client: OpenAI, reference: Any, model: str
+) -> None:
+    text = "The quick brown fox"
+    tokens = _tokens(server, model=model, prompt=text)
+    scored = client.completions.create(
+        model=model, prompt=tokens, max_tokens=0, echo=True, logprobs=1
+    )
+    found = scored.choices[0]
+    logprobs: Any = found.logprobs
+    expected = reference(tokens).log_softmax(-1)
+    own = [float(expected[at, token]) for at, token in enumerate(tokens[1:])]
+
+    assert found.text.endswith(text)
+    assert scored.usage is not None
+    assert scored.usage.completion_tokens == 0
+    assert logprobs.token_logprobs[0] is None
+    assert logprobs.token_logprobs[1:] == pytest.approx(own, abs=2e-3)
+    best = expected[:-1].max(-1).values.tolist()
+    assert [max(top.values()) for top in logprobs.top_logprobs[1:]] == pytest.approx(best, abs=2e-3)
+    assert "".join(logprobs.tokens).endswith(text)
+    back = httpx.post(
+        f"{server.url}/detokenize",
+        json={"model": model, "tokens": tokens},
+        trust_env=False,
+        timeout=60,
+    )
+    assert back.json()["prompt"].endswith(text)
+
+    both = client.completions.create(
+        model=model, prompt=text, max_tokens=3, echo=True, logprobs=0, temperature=0, stream=True
+    )
+    pieces = [chunk.choices[0] for chunk in both]
+    assert "".join(piece.text for piece in pieces).startswith(text)
+    offsets = [at for piece in pieces if piece.logprobs for at in piece.logprobs.text_offset or ()]
+    assert offsets == sorted(offsets)
+    assert len(offsets) == len(tokens) + 3
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_penalties_and_biases_change_the_scores(
+    server: ServerProcess, client: OpenAI, reference: Any, model: str
+) -> None:
+    import torch
+
+    prompt = _tokens(server, model=model, prompt="SELECT name FROM singer")
+    presence, frequency = 1.5, 0.7
+    bias = {70: 1.0, **dict.fromkeys(range(4), -100.0)}  # no control tokens: none ends it
+    # llama.cpp counts the prompt's tokens too.
+    counts = torch.zeros(len(reference([0])[0]))
+    if model == "gguf":
+        counts += torch.bincount(torch.tensor(prompt), minlength=len(counts))
+    expected: list[int] = []
+    for _ in range(24):
+        scores = reference(prompt + expected)[-1].clone()
+        for token, amount in bias.items():
+            scores[token] += amount
+        scores -= presence * (counts > 0) + frequency * counts
+        expected.append(int(scores.argmax()))
+        counts[expected[-1]] += 1
+    settings: Any = {"max_tokens": 24, "temperature": 0}
+    answer = client.completions.create(
+        model=model,
+        prompt=prompt,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+        logit_bias={str(token): int(amount) for token, amount in bias.items()},
+        logprobs=0,
+        **settings,
+    )
+    said: Any = answer.choices[0].logprobs
+    plain: Any = client.completions.create(model=model, prompt=prompt, **settings)
+    # llama.cpp names no token that ends inside a character.
+    assert len(said.tokens) == len(expected) or model == "gguf"
+    back = {"model": model, "tokens": expected}
+    text = httpx.post(f"{server.url}/detokenize", json=back, trust_env=False, timeout=60).json()
+    assert answer.choices[0].text == text["prompt"]
+    assert plain.choices[0].text != text["prompt"]
+
+
 def test_models_are_listed(client: OpenAI) -> None:
     assert [model.id for model in client.models.list()] == ["plain", "gguf"]
     assert client.models.retrieve("tiny-file").id == "gguf"
@@ -157,9 +290,6 @@ def test_errors_are_the_clients_own_kinds(client: OpenAI, model: str) -> None:
     with pytest.raises(openai.BadRequestError) as bad_token:
         client.completions.create(model=model, prompt=[10**6], max_tokens=4)
     assert bad_token.value.type == "invalid_request_error"
-    with pytest.raises(openai.BadRequestError) as tools:
-        _ask(client, model, tools=[{"type": "function", "function": {"name": "f"}}])
-    assert tools.value.code == "unsupported_parameter"
     with pytest.raises(openai.NotFoundError) as unknown:
         _ask(client, "gpt-9")
     assert unknown.value.code == "model_not_found"

@@ -186,10 +186,10 @@ class _SlowPrompter(ScriptedPrompter):
         self.may_go_on = threading.Event()
         self.num_encoded = 0
 
-    def continue_text(self, text: str) -> tuple[int, ...]:
+    def continue_text(self, text: str, *, begins: bool = True) -> tuple[int, ...]:
         self.may_go_on.wait(60)
         self.num_encoded += 1
-        return super().continue_text(text)
+        return super().continue_text(text, begins=begins)
 
 
 def test_a_prompt_whose_client_is_gone_is_not_encoded() -> None:

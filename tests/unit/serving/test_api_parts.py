@@ -11,9 +11,9 @@ from tightfit.api.serve import choose_key
 from tightfit.core.errors import UsageError
 from tightfit.engines.protocol import Done, FinishReason
 from tightfit.runtime.model_files import Artefact, ArtefactKind
-from tightfit.serving.http.answers import count_usage, format_event
 from tightfit.serving.http.metrics import Counter, Histogram, Metrics, format_sample
 from tightfit.serving.http.server import name_models
+from tightfit.serving.http.writers import count_usage, format_event, write_usage
 
 LINE = re.compile(
     r"^[a-zA-Z_:][a-zA-Z0-9_:]*"
@@ -129,7 +129,7 @@ def test_usage_counts_a_prompt_once_and_only_what_was_cached_before() -> None:
         _done(prompt=20, new=8, cached=19),
     ]
 
-    assert count_usage(answers, num_per_prompt=2) == {
+    assert write_usage(count_usage(answers, num_per_prompt=2)) == {
         "prompt_tokens": 30,
         "completion_tokens": 15,
         "total_tokens": 45,

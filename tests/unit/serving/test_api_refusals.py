@@ -13,6 +13,7 @@ import pytest
 from api_client import Served, read_events, serving, wait_until
 from scripted_engine import ScriptedEngine
 from tightfit.serving.http.registry import ServerPhase
+from tightfit.serving.http.responses import ResponseRequest
 from tightfit.serving.http.schemas import ErrorBody
 
 CHAT = "/v1/chat/completions"
@@ -81,12 +82,29 @@ def test_a_body_of_another_type_is_refused_as_a_page_elsewhere_would_send_it(
         ({"stop": ["a"] * 17}, "stop"),
         ({"seed": 2**70}, "seed"),
         ({"stream": "yes"}, "stream"),
+        ({"frequency_penalty": 2.5}, "frequency_penalty"),
+        ({"presence_penalty": "1"}, "presence_penalty"),
+        ({"logit_bias": {"a": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"logit_bias": {str(n): 1 for n in range(1025)}}, "logit_bias"),
+        ({"logprobs": 0}, "logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"model": 5}, "model"),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"id": "1"}]}]},
             "messages[0].tool_calls[0].function",
         ),
         ({"tools": "f"}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "sometimes"}, "tool_choice"),
+        ({"response_format": {"type": "yaml"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}},
+            "response_format",
+        ),
+        ({"response_format": {"type": "regex", "pattern": "(a*)*"}}, "response_format"),
         ({"tools": [{"type": "function"}]}, "tools"),
         ({"messages": [*HELLO, {"role": "tool", "content": "4"}]}, "messages"),
     ],
@@ -103,16 +121,8 @@ def test_wrong_values_name_their_field(served: Served, fields: dict[str, Any], p
     [
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"functions": [{"name": "f"}]}, "functions"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"logprobs": True}, "logprobs"),
-        ({"logprobs": 0}, "logprobs"),
-        ({"top_logprobs": 3}, "top_logprobs"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"modalities": ["text", "audio"]}, "modalities"),
         ({"audio": {"voice": "a", "format": "wav"}}, "audio"),
-        ({"logit_bias": {"50256": -100}}, "logit_bias"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty"),
-        ({"presence_penalty": -0.5}, "presence_penalty"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
             "messages[0].content[0].type",
@@ -133,12 +143,67 @@ def test_what_would_change_the_answer_is_not_overlooked(
 
 
 @pytest.mark.parametrize(
-    "fields", [{"echo": True}, {"best_of": 3}, {"suffix": "x"}, {"logprobs": 2}, {"logprobs": 0}]
+    ("fields", "code"),
+    [
+        ({"best_of": 3}, "unsupported_parameter"),
+        ({"suffix": "x"}, "unsupported_parameter"),
+        ({"logprobs": 21}, "invalid_value"),
+        ({"logprobs": True}, "invalid_value"),
+        ({"echo": 1}, "invalid_value"),
+        ({"max_tokens": -1}, "invalid_value"),
+    ],
 )
-def test_completions_refuse_theirs(served: Served, fields: dict[str, Any]) -> None:
+def test_completions_refuse_theirs(served: Served, fields: dict[str, Any], code: str) -> None:
     error = _error(served.http.post("/v1/completions", json={"prompt": "a", **fields}), 400)
 
-    assert (error.code, error.param) == ("unsupported_parameter", next(iter(fields)))
+    assert (error.code, error.param) == (code, next(iter(fields)))
+
+
+_CALL = {"type": "function_call", "name": "f", "arguments": "{}"}
+_IMAGE = [{"role": "user", "content": [{"type": "image", "source": {}}]}]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "code", "param"),
+    [
+        ("responses", {}, "invalid_value", "input"),
+        ("responses", {"input": 3}, "invalid_value", "input"),
+        ("responses", {"input": [_CALL]}, "invalid_value", "input[0].call_id"),
+        ("responses", {"input": [{"type": "computer_call"}]}, "invalid_value", "input[0]"),
+        (
+            *("responses", {"input": "a", "previous_response_id": "resp_1"}),
+            *("unsupported_parameter", "previous_response_id"),
+        ),
+        ("messages", {"messages": HELLO}, "invalid_value", "max_tokens"),
+        (
+            *("messages", {"messages": HELLO, "max_tokens": 1, "tools": [{"name": "f"}]}),
+            *("invalid_value", "tools[0].input_schema"),
+        ),
+        (
+            *("messages", {"messages": _IMAGE, "max_tokens": 1}),
+            *("invalid_value", "messages[0].content[0]"),
+        ),
+    ],
+)
+def test_other_forms_name_the_field_too(
+    served: Served, path: str, body: dict[str, Any], code: str, param: str
+) -> None:
+    error = _error(served.http.post(f"/v1/{path}", json=body), 400)
+
+    assert (error.code, error.param) == (code, param)
+    assert param in error.message
+
+
+def test_a_response_that_comes_back_is_one_turn() -> None:
+    said = {"role": "assistant", "content": [{"type": "output_text", "text": "so"}]}
+    result = {"type": "function_call_output", "call_id": "c", "output": "4"}
+    request = ResponseRequest.model_validate(
+        {"input": [*HELLO, said, {**_CALL, "call_id": "c"}, result]}
+    )
+
+    turns = request.as_request().messages
+    assert [turn.role for turn in turns] == ["user", "assistant", "tool"]
+    assert (turns[1].text, len(turns[1].tool_calls or ())) == ("so", 1)
 
 
 @pytest.mark.parametrize("prompt", ["", [], [[]], [""], [1.5], [-1], [2**40], [["a"]], None, {}, 5])

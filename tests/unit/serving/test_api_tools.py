@@ -6,6 +6,7 @@ The engine repeats its prompt, so each test says what the model would have writt
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,8 +16,10 @@ pytest.importorskip("openai", reason="un-skip with: pip install -e '.[dev]'")
 from openai import BadRequestError, OpenAI
 
 from api_client import Served, serving
+from random_schemas import draw_text
 from scripted_engine import ScriptedEngine
 from tightfit.data.call_syntax import CALL_SYNTAXES
+from tightfit.data.grammar import read_grammar
 from tightfit.serving.http.schemas import ChatCompletion
 
 TOOLS: Any = [
@@ -171,12 +174,29 @@ def test_choice_of_tools(client: OpenAI, engine: ScriptedEngine) -> None:
     assert (none.message.content, none.message.tool_calls) == (text, None)
     assert called(single.message) == [ROME]
     assert (cut.message.tool_calls, cut.finish_reason) == (None, "length")
-    named = {"type": "function", "function": {"name": "get_weather"}}
-    for choice in ("required", named):
+
+
+@pytest.mark.parametrize("name", CALL_SYNTAXES)
+def test_required_calls_are_written_as_they_are_read(
+    client: OpenAI, engine: ScriptedEngine, name: str
+) -> None:
+    engine.prompter.call_syntax = syntax = CALL_SYNTAXES[name]
+    named: Any = {"type": "function", "function": {"name": "get_weather"}}
+    if syntax.write is None:
         with pytest.raises(BadRequestError) as caught:
-            ask(client, text, tool_choice=choice)
+            ask(client, "a", tool_choice="required")
         assert caught.value.param == "tool_choice"
-        assert "`auto` or `none`" in caught.value.message
+        return
+    for wanted in ("required", named):
+        ask(client, "a", tool_choice=wanted, max_tokens=1)
+        held_to = engine.tickets[-1].request.sampling.grammar
+        assert held_to is not None
+        for seed in range(20):
+            text = draw_text(read_grammar(held_to), random.Random(seed))
+            parsed = syntax.parse(text)
+            assert parsed.content == ""
+            assert {call.name for call in parsed.calls} == {"get_weather"}
+            assert len(parsed.calls) == 1 or wanted == "required"
 
 
 def test_calls_and_results_of_earlier_turns(client: OpenAI, engine: ScriptedEngine) -> None:

@@ -25,6 +25,7 @@ from tightfit.engines.protocol import (
     Done,
     Engine,
     EngineInfo,
+    EngineLostError,
     Failed,
     FinishReason,
     Request,
@@ -299,7 +300,7 @@ def _answer(
         for number, end in answer_all(engine, requests()):
             prompt, sample = asked.pop(number)
             if isinstance(end, Failed):
-                if not isinstance(end.error, UserError):
+                if not isinstance(end.error, UserError) or isinstance(end.error, EngineLostError):
                     raise end.error
                 failures.append(FailedAnswer(prompt, sample, end.error))
             elif end.reason is not FinishReason.CANCELLED:

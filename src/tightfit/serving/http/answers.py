@@ -5,21 +5,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import secrets
-import time
-from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 
 from fastapi import Response
+from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
-from tightfit.core.packages import __version__
 from tightfit.core.sampling import Sampling
 from tightfit.data.call_syntax import CallSyntax, ParsedAnswer
 from tightfit.data.formats import Message, link_results
 from tightfit.data.templates import CallStream, parse_answer
-from tightfit.data.tools import ToolCall, ToolError, read_calls, read_tools
-from tightfit.engines.protocol import Delta, Done, Event, Failed, FinishReason, Request
+from tightfit.data.tools import Tool, ToolError, read_calls, read_tools
+from tightfit.engines.protocol import (
+    Delta,
+    Done,
+    Event,
+    Failed,
+    FinishReason,
+    Request,
+    TokenLogprob,
+)
+from tightfit.serving.http.formats import make_grammar
+from tightfit.serving.http.limits import MAX_ECHO_LOGITS
+from tightfit.serving.http.logprobs import EchoedPrompt, score_prompt
 from tightfit.serving.http.registry import (
     ClientGoneError,
     EngineJob,
@@ -32,116 +41,20 @@ from tightfit.serving.http.schemas import (
     MAX_ANSWERS,
     AnswerRequest,
     ApiError,
+    ChatMessage,
     ChatRequest,
     CompletionRequest,
+    TokenizeAnswer,
+    TokenizeRequest,
     prompt_too_long,
     to_api_error,
 )
-
-STREAM_END = "data: [DONE]\n\n"
-
-
-class ResponseWriter:
-    """The bodies that answer one request, whole and as events of a stream."""
-
-    def __init__(
-        self, model: ServedModel, body: ChatRequest | CompletionRequest, *, includes_usage: bool
-    ) -> None:
-        info = model.engine.info
-        self.is_chat = is_chat = isinstance(body, ChatRequest)
-        self.syntax = answer_syntax(model, body)
-        """How calls are found in the answers; None where they are text alone."""
-        is_single = isinstance(body, ChatRequest) and body.parallel_tool_calls is False
-        self._most_calls = 1 if is_single else None
-        self._kind = "chat.completion" if is_chat else "text_completion"
-        self._head = {
-            "id": f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(16)}",
-            "created": int(time.time()),
-            "model": model.id,
-            "system_fingerprint": f"tightfit-{__version__}-{info.engine}-{info.format}",
-        }
-        # OpenAI sends `usage: null` until the last event, and no such key where none is wanted.
-        self._no_usage: dict[str, Any] = {"usage": None} if includes_usage else {}
-
-    def whole(self, answers: Sequence[Done], usage: dict[str, Any]) -> dict[str, Any]:
-        """The body of an answer that is not streamed."""
-        choices = []
-        for index, done in enumerate(answers):
-            if not self.is_chat:
-                choices.append(_choice(index, {"text": done.text}, done.reason.value))
-                continue
-            parsed = ParsedAnswer(done.text)
-            if self.syntax is not None:
-                parsed = parse_answer(self.syntax, done.text)
-            delta, end = self.finish(parsed, done)
-            content = parsed.content or (None if "tool_calls" in delta else "")
-            message = {"role": "assistant", "content": content, **delta, "refusal": None}
-            choices.append(_choice(index, {"message": message}, end))
-        return {**self._head, "object": self._kind, "choices": choices, "usage": usage}
-
-    def finish(self, parsed: ParsedAnswer, done: Done) -> tuple[dict[str, Any], str]:
-        """Reasoning and calls of an answer, as far as it has them, and why it ended."""
-        found: dict[str, Any] = {}
-        if parsed.reasoning:
-            found["reasoning_content"] = parsed.reasoning
-        if parsed.calls:
-            found["tool_calls"] = [_call(call) for call in parsed.calls[: self._most_calls]]
-        is_call = parsed.calls and done.reason is FinishReason.STOP
-        return found, "tool_calls" if is_call else done.reason.value
-
-    def event(self, index: int, delta: dict[str, Any], end: str | None = None) -> str:
-        """What is new of one answer, as a chat says it; completions have the text alone."""
-        content = {"delta": delta} if self.is_chat else {"text": delta.get("content", "")}
-        return self._event([_choice(index, content, end)], self._no_usage)
-
-    def usage_event(self, usage: dict[str, Any]) -> str:
-        """The event after all answers."""
-        return self._event([], {"usage": usage})
-
-    def _event(self, choices: list[dict[str, Any]], usage: dict[str, Any]) -> str:
-        kind = "chat.completion.chunk" if self.is_chat else self._kind
-        return format_event({**self._head, "object": kind, "choices": choices, **usage})
-
-
-def _call(call: ToolCall) -> dict[str, Any]:
-    return {
-        "id": call.id or secrets.token_hex(5)[:9],  # nine characters, which every template takes
-        "type": "function",
-        "function": {
-            "name": call.name,
-            "arguments": json.dumps(call.arguments, ensure_ascii=False),
-        },
-    }
-
-
-def _choice(index: int, content: dict[str, Any], end: str | None) -> dict[str, Any]:
-    return {"index": index, **content, "logprobs": None, "finish_reason": end}
-
-
-def count_usage(answers: Sequence[Done], *, num_per_prompt: int) -> dict[str, Any]:
-    """Tokens of one request. `answers` lie prompt by prompt, `num_per_prompt` to each.
-
-    A prompt counts once. Of its answers, the later ones may find it in the cache just because
-    the first one put it there: the reported number is what all of them found.
-    """
-    groups = [
-        answers[at : at + num_per_prompt] for at in range(0, len(answers), max(num_per_prompt, 1))
-    ]
-    prompt = sum(group[0].num_prompt_tokens for group in groups)
-    cached = sum(min(done.num_cached_tokens for done in group) for group in groups)
-    new = sum(done.num_new_tokens for done in answers)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": new,
-        "total_tokens": prompt + new,
-        "prompt_tokens_details": {"cached_tokens": cached},
-    }
-
-
-def format_event(body: dict[str, Any]) -> str:
-    """One server-sent event. JSON writes line breaks as escapes, so it is one line."""
-    return f"data: {json.dumps(body, separators=(',', ':'))}\n\n"
-
+from tightfit.serving.http.writers import (
+    AnswerWriter,
+    OpenAIWriter,
+    PreparedRequest,
+    count_usage,
+)
 
 # From a validated HTTP request to the engine and back, whole or as a stream.
 
@@ -151,12 +64,17 @@ _SEED_BITS = 0x7FFF_FFFF
 """llama.cpp's seeds are 32 bits wide and the largest means `any`."""
 
 
+Body = ChatRequest | CompletionRequest
+MakeWriter = Callable[[ServedModel, Body, PreparedRequest], AnswerWriter]
+
+
 async def answer(
     registry: ModelRegistry,
-    body: ChatRequest | CompletionRequest,
+    body: Body,
     receive: Receive,
     *,
     timeout_seconds: float,
+    make_writer: MakeWriter = OpenAIWriter,
 ) -> Response:
     """The response to a request; raises `ApiError` where it is refused before it begins."""
     registry.require_open()
@@ -171,36 +89,39 @@ async def answer(
             param="n",
         )
     try:
-        job = await _begin(model, body, num_answers, receive)
+        job, prepared = await _begin(model, body, num_answers, receive)
     except ClientGoneError:
         return Response(status_code=CLIENT_GONE)
-    writer = ResponseWriter(model, body, includes_usage=body.includes_usage)
+    parts = _AnswerParts(model, body)
+    writer = make_writer(model, body, prepared)
     if body.stream:
-        events = _events(job, writer, body, num_answers)
+        events = _events(job, writer, parts, num_answers)
         return EventStream(events, job, timeout_seconds=timeout_seconds)
     try:
         async with _watched(job, receive, timeout_seconds=timeout_seconds):
             ends = {i: _done(end) async for i, end in job.events() if not isinstance(end, Delta)}
     except ClientGoneError:
         return Response(status_code=CLIENT_GONE)
-    answers = [ends[index] for index in range(num_answers)]
+    answers = [parts.cut(ends[index]) for index in range(num_answers)]
+    parsed = [parts.parse(done) for done in answers]
     usage = count_usage(answers, num_per_prompt=num_per_prompt)
-    return Response(json.dumps(writer.whole(answers, usage)), media_type="application/json")
+    content = json.dumps(writer.whole(answers, parsed, usage))
+    return Response(content, media_type="application/json")
 
 
 async def _begin(
-    model: ServedModel, body: ChatRequest | CompletionRequest, num_answers: int, receive: Receive
-) -> EngineJob:
+    model: ServedModel, body: Body, num_answers: int, receive: Receive
+) -> tuple[EngineJob, PreparedRequest]:
     """Hand the request to the engine, once there is room in the queue."""
     loop = asyncio.get_running_loop()
     model.admit(num_answers)
-    encoding = loop.run_in_executor(model.encoder, encode_requests, model, body)
+    preparing = loop.run_in_executor(model.encoder, prepare_request, model, body)
     leaving = asyncio.create_task(_wait_for_leaving(receive))
     try:
-        await asyncio.wait((encoding, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if not encoding.done():  # nobody waits for the answer: others' prompts are next
+        await asyncio.wait((preparing, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not preparing.done():  # nobody waits for the answer: others' prompts are next
             raise ClientGoneError
-        requests = encoding.result()
+        prepared = preparing.result()
     except BaseException as error:
         model.num_owed -= num_answers
         if isinstance(error, Exception) and not isinstance(error, ClientGoneError):
@@ -208,8 +129,8 @@ async def _begin(
         raise
     finally:
         leaving.cancel()
-        encoding.cancel()
-    job = model.start(requests)
+        preparing.cancel()
+    job = model.start(prepared.requests)
     try:
         # Shielded, for a job that was started gives its places back only through the engine.
         await asyncio.shield(loop.run_in_executor(model.encoder, job.submit))
@@ -218,33 +139,27 @@ async def _begin(
         raise
     except Exception as error:
         raise to_api_error(error) from error
-    return job
+    return job, prepared
 
 
-def encode_requests(model: ServedModel, body: ChatRequest | CompletionRequest) -> list[Request]:
+def prepare_request(model: ServedModel, body: Body) -> PreparedRequest:
     """Template and tokenizer; each prompt `n` times, each with a seed of its own."""
     prompter = model.engine.prompter
     most: int | None
-    prompts: list[tuple[int, ...]]
+    tools: tuple[Tool, ...] = ()
     if isinstance(body, ChatRequest):
         param, most = "messages", body.most_tokens
-        try:
-            tools = read_tools(body.offered_tools)
-        except ToolError as error:
-            raise ApiError(400, f"{error}.", code="invalid_value", param="tools") from error
-        if tools and prompter.call_syntax is None:
-            raise ApiError(
-                400,
-                f"The chat template of `{model.id}` takes no tools: leave `tools` out.",
-                code="unsupported_parameter",
-                param="tools",
-            )
-        prompts = [prompter.ask(_read_messages(body), tools)]
+        tools = read_offered_tools(model, body)
+        prompts = [tuple(prompter.ask(read_messages(body.messages), tools))]
     else:
-        param, most = "prompt", body.max_tokens or COMPLETION_TOKENS
+        param = "prompt"
+        # An answer of none is one token that is thrown away: engines compute at least one.
+        most = COMPLETION_TOKENS if body.max_tokens is None else max(1, body.max_tokens)
         prompts = [
             prompter.continue_text(one) if isinstance(one, str) else one for one in body.prompts
         ]
+    grammar = make_grammar(body, prompter, tools)
+    held_to = None if grammar is None else grammar.to_json()
     max_context = model.engine.info.max_context
     kept = prompter.call_control if answer_syntax(model, body) is not None else ()
     requests = []
@@ -258,15 +173,86 @@ def encode_requests(model: ServedModel, body: ChatRequest | CompletionRequest) -
         requests += [
             Request(
                 prompt=tokens,
-                sampling=_sampling(body, max_new_tokens, index),
+                sampling=replace(_sampling(body, max_new_tokens, index), grammar=held_to),
                 kept_control=kept,
             )
             for index in range(body.n or 1)
         ]
-    return requests
+    echoed = []
+    if isinstance(body, CompletionRequest) and body.echo:
+        given = zip(body.prompts, prompts, strict=True)
+        echoed = [_echo(model, body, text, tokens) for text, tokens in given]
+    return PreparedRequest(requests=requests, echoed=echoed)
 
 
-def answer_syntax(model: ServedModel, body: ChatRequest | CompletionRequest) -> CallSyntax | None:
+def _echo(
+    model: ServedModel, body: CompletionRequest, given: str | tuple[int, ...], tokens: Sequence[int]
+) -> EchoedPrompt:
+    engine = model.engine
+    text = given if isinstance(given, str) else engine.prompter.tokenizer.decode(given)
+    if body.logprobs is None:
+        return EchoedPrompt(text=text)
+    most = MAX_ECHO_LOGITS // max(1, engine.num_vocabulary)
+    if len(tokens) > most:
+        raise ApiError(
+            400,
+            f"The prompt has {len(tokens):,} tokens; log-probabilities are sent back with `echo` "
+            f"for at most {most:,} of this model.",
+            param="echo",
+        )
+    return EchoedPrompt(text=text, logprobs=score_prompt(engine, tokens, count=body.logprobs))
+
+
+def encode_chat(model: ServedModel, body: ChatRequest) -> tuple[int, ...]:
+    """A conversation's tokens, by the model's own template."""
+    tools = read_offered_tools(model, body)
+    return tuple(model.engine.prompter.ask(read_messages(body.messages), tools))
+
+
+def read_offered_tools(model: ServedModel, body: ChatRequest) -> tuple[Tool, ...]:
+    """The tools that the model's template shows it."""
+    try:
+        tools = read_tools(body.offered_tools)
+    except ToolError as error:
+        raise ApiError(400, f"{error}.", code="invalid_value", param="tools") from error
+    if tools and model.engine.prompter.call_syntax is None:
+        raise ApiError(
+            400,
+            f"The chat template of `{model.id}` takes no tools: leave `tools` out.",
+            code="unsupported_parameter",
+            param="tools",
+        )
+    return tools
+
+
+class _AnswerParts:
+    """How a request's answers are taken apart."""
+
+    def __init__(self, model: ServedModel, body: Body) -> None:
+        self.syntax = answer_syntax(model, body)
+        """How calls are found in the answers; None where they are text alone."""
+        is_single = isinstance(body, ChatRequest) and body.parallel_tool_calls is False
+        self._most_calls = 1 if is_single else None
+        self.has_text = not (isinstance(body, CompletionRequest) and body.max_tokens == 0)
+        self.num_per_prompt = body.n or 1
+
+    def cut(self, done: Done) -> Done:
+        """The answer without the token that nobody asked for."""
+        if self.has_text:
+            return done
+        return replace(done, reason=FinishReason.LENGTH, text="", num_new_tokens=0, logprobs=())
+
+    def parse(self, done: Done) -> ParsedAnswer:
+        if self.syntax is None:
+            return ParsedAnswer(done.text)
+        return self.limit(parse_answer(self.syntax, done.text))
+
+    def limit(self, parsed: ParsedAnswer) -> ParsedAnswer:
+        """With no more calls than the request wants."""
+        return parsed._replace(calls=parsed.calls[: self._most_calls])
+
+
+def answer_syntax(model: ServedModel, body: Body) -> CallSyntax | None:
     """How calls are found in answers to this request; None where no call is wanted.
 
     Where a model writes what it says in channels, its answers are always taken apart.
@@ -277,10 +263,11 @@ def answer_syntax(model: ServedModel, body: ChatRequest | CompletionRequest) -> 
     return syntax if body.offered_tools or syntax.answer_start else None
 
 
-def _read_messages(body: ChatRequest) -> list[Message]:
+def read_messages(messages: Sequence[ChatMessage]) -> list[Message]:
+    """A request's turns as templates take them."""
     turns: list[Message] = []
     try:
-        for one in body.messages:
+        for one in messages:
             calls = [call.model_dump(exclude_none=True) for call in one.tool_calls or ()]
             # `developer` is what newer clients call the system.
             turns.append(
@@ -307,9 +294,44 @@ def _sampling(body: AnswerRequest, max_new_tokens: int, index: int) -> Sampling:
         top_k=max(body.top_k or 0, 0),
         min_p=float(body.min_p or 0.0),
         repetition_penalty=float(body.repetition_penalty or 1.0),
+        presence_penalty=float(body.presence_penalty or 0.0),
+        frequency_penalty=float(body.frequency_penalty or 0.0),
+        logit_bias=body.biases,
+        top_logprobs=body.num_top_logprobs,
         seed=None if body.seed is None else (body.seed + index) & _SEED_BITS,
         stop=body.stops,
         ignores_stop_tokens=bool(body.ignore_eos),
+    )
+
+
+async def compute(model: ServedModel, work: Callable[[], BaseModel]) -> Response:
+    """The result of a short piece of work, done where prompts are made."""
+    loop = asyncio.get_running_loop()
+    try:
+        made = await loop.run_in_executor(model.encoder, work)
+    except Exception as error:
+        raise to_api_error(error) from error
+    return Response(made.model_dump_json(exclude_none=True), media_type="application/json")
+
+
+def tokenize_text(model: ServedModel, body: TokenizeRequest) -> TokenizeAnswer:
+    """The tokens that an answer to this text, or to these messages, would follow."""
+    prompter = model.engine.prompter
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "Send `prompt` or `messages`.", param="prompt")
+    if body.messages is not None:
+        chat = ChatRequest.model_construct(messages=body.messages, tools=body.tools)
+        tokens = encode_chat(model, chat)
+    else:
+        tokens = prompter.continue_text(body.prompt or "", begins=body.add_special_tokens)
+    names = None
+    if body.return_token_strs:
+        names = [prompter.tokenizer.token_name(token) for token in tokens]
+    return TokenizeAnswer(
+        count=len(tokens),
+        max_model_len=model.engine.info.max_context,
+        tokens=list(tokens),
+        token_strs=names,
     )
 
 
@@ -353,55 +375,68 @@ def _done(event: Event) -> Done:
 
 
 async def _events(
-    job: EngineJob,
-    writer: ResponseWriter,
-    body: ChatRequest | CompletionRequest,
-    num_answers: int,
+    job: EngineJob, writer: AnswerWriter, parts: _AnswerParts, num_answers: int
 ) -> AsyncIterator[str]:
     """The stream's events; an error is the last of them, as the status has long been sent."""
-    num_shown = [0] * num_answers
-    calls = [CallStream(writer.syntax) if writer.syntax else None for _ in range(num_answers)]
-    answers: dict[int, Done] = {}
-    if writer.is_chat:
-        for index in range(num_answers):
-            yield writer.event(index, {"role": "assistant", "content": ""})
+    shown = [_ShownAnswer(parts) for _ in range(num_answers)]
+    ends: dict[int, tuple[Done, ParsedAnswer]] = {}
+    for piece in writer.open(num_answers):
+        yield piece
     try:
         async for index, event in job.events():
             if isinstance(event, Delta):
-                num_shown[index] += len(event.text)
-                held = calls[index]
-                if text := event.text if held is None else held.push(event.text):
-                    yield writer.event(index, {"content": text})
+                if text := shown[index].push(event):
+                    for piece in writer.text(index, text, shown[index].take_logprobs()):
+                        yield piece
                 continue
-            answers[index] = done = _done(event)
-            for piece in _ending(writer, calls[index], index, done, done.text[num_shown[index] :]):
+            done = parts.cut(_done(event))
+            rest, parsed = shown[index].finish(done)
+            if rest:
+                for piece in writer.text(index, rest, shown[index].take_logprobs()):
+                    yield piece
+            for piece in writer.end(index, parsed, done, shown[index].take_logprobs()):
                 yield piece
+            ends[index] = done, parsed
     except ApiError as error:
-        yield format_event(error.body)
+        yield writer.error(error)
         return
-    if body.includes_usage:
-        ended = [answers[index] for index in range(num_answers)]
-        yield writer.usage_event(count_usage(ended, num_per_prompt=body.n or 1))
-    yield STREAM_END
+    answers = [ends[index][0] for index in range(num_answers)]
+    usage = count_usage(answers, num_per_prompt=parts.num_per_prompt)
+    for piece in writer.close(answers, [ends[index][1] for index in range(num_answers)], usage):
+        yield piece
 
 
-def _ending(
-    writer: ResponseWriter, held: CallStream | None, index: int, done: Done, rest: str
-) -> Iterator[str]:
-    """The events after an answer's last token: text that was held back, calls, and the end."""
-    parsed = ParsedAnswer(done.text)
-    if held is not None:
-        shown = held.push(rest)
-        rest, parsed = held.finish()
-        rest = shown + rest
-    if rest:
-        yield writer.event(index, {"content": rest})
-    delta, end = writer.finish(parsed, done)
-    for number, call in enumerate(delta.get("tool_calls", ())):
-        call["index"] = number
-    if delta:
-        yield writer.event(index, delta)
-    yield writer.event(index, {}, end)
+class _ShownAnswer:
+    """One answer of a stream: what was shown of it, and what is held back as it may be a call."""
+
+    def __init__(self, parts: _AnswerParts) -> None:
+        self._parts = parts
+        self._calls = CallStream(parts.syntax) if parts.syntax else None
+        self._num_chars = 0
+        """That the engine sent."""
+        self._logprobs: list[TokenLogprob] = []
+        """Of tokens that were not shown yet."""
+
+    def push(self, event: Delta) -> str:
+        """What can be shown now."""
+        self._num_chars += len(event.text)
+        if not self._parts.has_text:
+            return ""
+        self._logprobs += event.logprobs
+        return event.text if self._calls is None else self._calls.push(event.text)
+
+    def finish(self, done: Done) -> tuple[str, ParsedAnswer]:
+        """What is still to be shown, and the whole answer."""
+        rest = done.text[self._num_chars :]
+        if self._calls is None:
+            return rest, ParsedAnswer(done.text)
+        shown = self._calls.push(rest)
+        rest, parsed = self._calls.finish()
+        return shown + rest, self._parts.limit(parsed)
+
+    def take_logprobs(self) -> list[TokenLogprob]:
+        taken, self._logprobs = self._logprobs, []
+        return taken
 
 
 class EventStream(Response):

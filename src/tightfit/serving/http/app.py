@@ -12,13 +12,14 @@ from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tightfit.core.packages import __version__
-from tightfit.serving.http.answers import answer
+from tightfit.serving.http.answers import answer, compute, encode_chat, tokenize_text
 from tightfit.serving.http.limits import (
     DISCARDED_BYTES,
     MAX_NESTS,
@@ -26,8 +27,16 @@ from tightfit.serving.http.limits import (
     MAX_VALUES,
     ServerLimits,
 )
+from tightfit.serving.http.messages import (
+    CountRequest,
+    MessageAnswer,
+    MessageRequest,
+    MessageWriter,
+    TokenCount,
+)
 from tightfit.serving.http.metrics import CONTENT_TYPE, Metrics
 from tightfit.serving.http.registry import ModelRegistry, ServedModel, ServerPhase
+from tightfit.serving.http.responses import ResponseAnswer, ResponseRequest, ResponseWriter
 from tightfit.serving.http.schemas import (
     ANSWERING_ERRORS,
     CLIENT_GONE,
@@ -39,9 +48,13 @@ from tightfit.serving.http.schemas import (
     ChatRequest,
     Completion,
     CompletionRequest,
+    DetokenizeAnswer,
+    DetokenizeRequest,
     Health,
     ModelCard,
     ModelList,
+    TokenizeAnswer,
+    TokenizeRequest,
     from_validation_error,
     internal_error,
 )
@@ -116,7 +129,11 @@ def token_check(api_key: str) -> Callable[[Scope], ApiError | None]:
     """Refuses everything but `/health` without the bearer token."""
 
     def check(scope: Scope) -> ApiError | None:
-        given = [value for key, value in scope["headers"] if key == b"authorization"]
+        headers = scope["headers"]
+        # Anthropic's clients send the key by itself.
+        given = [value for key, value in headers if key == b"authorization"] or [
+            b"Bearer " + value for key, value in headers if key == b"x-api-key"
+        ]
         scheme, _, token = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
         # In constant time, so that timing reveals no prefix of the key.
         is_right = hmac.compare_digest(token.strip(), api_key.encode())
@@ -261,9 +278,10 @@ def from_http_exception(error: HTTPException, *, method: str, path: str) -> ApiE
 
 
 _DESCRIPTION = """\
-OpenAI's chat and completions over models on this machine. Fields that OpenAI's clients send and
-that change nothing here are let by; those that would change the answer and cannot be honoured are
-refused with 400. Every error has the body `{"error": {"message", "type", "param", "code"}}`.
+OpenAI's chat, completions and responses and Anthropic's messages, over models on this machine.
+Fields that clients send and that change nothing here are let by; those that would change the answer
+and cannot be honoured are refused with 400. Every error has the body
+`{"error": {"message", "type", "param", "code"}}`.
 """
 
 
@@ -354,6 +372,73 @@ def _add_answers(app: FastAPI, registry: ModelRegistry, timeout_seconds: float) 
     )
     async def completions(body: CompletionRequest, request: Request) -> Response:
         return await answer(registry, body, request.receive, timeout_seconds=timeout_seconds)
+
+    @app.post(
+        "/v1/responses",
+        operation_id="create_response",
+        summary="Answer a conversation, as output items",
+        responses={200: _streamed(ResponseAnswer, None), **ANSWERING_ERRORS},
+        response_class=Response,
+    )
+    async def responses(body: ResponseRequest, request: Request) -> Response:
+        return await answer(
+            registry,
+            convert(body.as_request),
+            request.receive,
+            timeout_seconds=timeout_seconds,
+            make_writer=lambda model, _, prepared: ResponseWriter(model, body, prepared),
+        )
+
+    @app.post(
+        "/v1/messages",
+        operation_id="create_message",
+        summary="Answer a conversation, in Anthropic's form",
+        responses={200: _streamed(MessageAnswer, None), **ANSWERING_ERRORS},
+        response_class=Response,
+    )
+    async def messages(body: MessageRequest, request: Request) -> Response:
+        return await answer(
+            registry,
+            convert(body.as_request),
+            request.receive,
+            timeout_seconds=timeout_seconds,
+            make_writer=MessageWriter,
+        )
+
+    @app.post(
+        "/v1/messages/count_tokens",
+        operation_id="count_message_tokens",
+        summary="The tokens of a conversation, in Anthropic's form",
+        responses={200: {"model": TokenCount}, **ANSWERING_ERRORS},
+        response_class=Response,
+    )
+    async def count_message_tokens(body: CountRequest) -> Response:
+        model = registry.find(body.model)
+        chat = convert(body.as_chat)
+        return await compute(model, lambda: TokenCount(input_tokens=len(encode_chat(model, chat))))
+
+    @app.post(
+        "/tokenize",
+        operation_id="tokenize",
+        summary="A text's or a conversation's tokens",
+        responses={200: {"model": TokenizeAnswer}, **ANSWERING_ERRORS},
+        response_class=Response,
+    )
+    async def tokenize(body: TokenizeRequest) -> Response:
+        model = registry.find(body.model)
+        return await compute(model, lambda: tokenize_text(model, body))
+
+    @app.post(
+        "/detokenize",
+        operation_id="detokenize",
+        summary="The text of tokens",
+        responses={200: {"model": DetokenizeAnswer}, **ANSWERING_ERRORS},
+        response_class=Response,
+    )
+    async def detokenize(body: DetokenizeRequest) -> Response:
+        model = registry.find(body.model)
+        tokenizer = model.engine.prompter.tokenizer
+        return await compute(model, lambda: DetokenizeAnswer(prompt=tokenizer.decode(body.tokens)))
 
 
 def _add_state(app: FastAPI, registry: ModelRegistry) -> None:
@@ -451,7 +536,21 @@ _EVENT = {
 }
 
 
-def _streamed(whole: type[Any], chunk: type[Any]) -> dict[str, Any]:
+def convert(make: Callable[[], ChatRequest]) -> ChatRequest:
+    """A request of another form as a chat; what is wrong with it is the caller's."""
+    try:
+        return make()
+    except ValidationError as error:
+        raise from_validation_error(error.errors(), "json") from error
+
+
+def _streamed(whole: type[Any], chunk: type[Any] | None) -> dict[str, Any]:
+    if chunk is None:
+        return {
+            "model": whole,
+            "description": "The answer; with `stream`, the events of this API.",
+            "content": {"text/event-stream": {"schema": _EVENT}},
+        }
     lines = (
         "With `stream`: lines `data: {...}`, each of the shape of "
         f"`{chunk.__name__}`, and at the end `data: [DONE]`. An error after the stream began is a "

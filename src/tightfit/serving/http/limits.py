@@ -37,6 +37,12 @@ half a second. A prompt as token ids has one for each token."""
 MAX_NESTS = 50_000
 """Of them, lists and objects: each takes ten times as long."""
 MAX_QUOTES = 1_000_000
+MAX_LOGIT_BIASES = 1024
+MAX_TOP_LOGPROBS = 20
+MAX_PARALLEL_CALLS = 16
+"""In one answer, where calls are required."""
+MAX_ECHO_LOGITS = 2**28
+"""Tokens of a prompt times vocabulary, where `echo` asks for log-probabilities: 1 GiB in fp32."""
 BACKLOG = 128
 """Connections that the system accepts before the server has looked at them."""
 SPARE_FILES = 256 + BACKLOG

@@ -5,6 +5,7 @@ Format: prometheus.io/docs/instrumenting/exposition_formats. Kept by the event l
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
@@ -122,6 +123,20 @@ class Metrics:
             "Mean time between the tokens of an answer, the first left out.",
             TOKEN_SECONDS,
         )
+        self.answer_seconds = Histogram(
+            "tightfit_answer_seconds",
+            "From handing a request to the engine to the end of its answer, the queue included.",
+            SECONDS,
+        )
+        self.slots = Gauge("tightfit_slots", "Answers that are computed at once at most.")
+        self.weight_bytes = Gauge("tightfit_weight_bytes", "Of a model, in memory.")
+        self.resident_bytes = Gauge(
+            "process_resident_memory_bytes", "Resident memory of the server's process."
+        )
+        self.started = Gauge(
+            "process_start_time_seconds", "When the server began, in seconds since 1970."
+        )
+        self.started.set(time.time())
         self.running = Gauge("tightfit_answers_running", "Answers being computed.")
         self.waiting = Gauge("tightfit_answers_waiting", "Answers that wait for a slot.")
         self.info = Gauge("tightfit_model_info", "1, with what is loaded as labels.")

@@ -11,6 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from enum import Enum
 from functools import partial
 
+import psutil
+
 from tightfit.engines.protocol import Delta, Done, Engine, Event, Failed, Request, Ticket
 from tightfit.serving.http.metrics import Metrics
 from tightfit.serving.http.schemas import ApiError, unknown_model
@@ -36,7 +38,7 @@ class EngineJob:
         self._on_end = on_end
         self._loop = asyncio.get_running_loop()
         self._news = asyncio.Event()
-        self._waiting: dict[int, list[str]] = {}
+        self._waiting: dict[int, list[Delta]] = {}
         self._ended: list[tuple[int, Done | Failed]] = []
         self._num_open = len(self._requests)
         self._stopped_by: Exception | None = None
@@ -80,7 +82,13 @@ class EngineJob:
             waiting, self._waiting = self._waiting, {}
             ended, self._ended = self._ended, []
             for index, pieces in waiting.items():
-                yield index, Delta(text="".join(pieces))
+                yield (
+                    index,
+                    Delta(
+                        text="".join(piece.text for piece in pieces),
+                        logprobs=tuple(one for piece in pieces for one in piece.logprobs),
+                    ),
+                )
             for index, event in ended:
                 num_ended += 1
                 yield index, event
@@ -98,8 +106,8 @@ class EngineJob:
 
     def _take(self, index: int, event: Event) -> None:
         if isinstance(event, Delta):
-            if self._stopped_by is None and event.text:
-                self._waiting.setdefault(index, []).append(event.text)
+            if self._stopped_by is None and (event.text or event.logprobs):
+                self._waiting.setdefault(index, []).append(event)
                 self._news.set()
             return
         self._num_open -= 1
@@ -193,6 +201,7 @@ class ServedModel:
         metrics.prompt_tokens.add(event.num_prompt_tokens, model=model)
         metrics.cached_tokens.add(event.num_cached_tokens, model=model)
         metrics.new_tokens.add(event.num_new_tokens, model=model)
+        metrics.answer_seconds.observe(event.finished_s - event.submitted_s, model=model)
         if event.num_new_tokens:
             waited = event.first_token_s - event.submitted_s
             metrics.first_token_seconds.observe(waited, model=model)
@@ -253,8 +262,11 @@ class ModelRegistry:
     def render_metrics(self) -> str:
         """The metrics page, with every model's queue as it is now."""
         metrics = self.metrics
+        metrics.resident_bytes.set(psutil.Process().memory_info().rss)
         for model in self.models:
             info = model.engine.info
+            metrics.slots.set(info.num_slots, model=model.id)
+            metrics.weight_bytes.set(info.weight_bytes, model=model.id)
             metrics.running.set(model.num_running, model=model.id)
             metrics.waiting.set(model.num_waiting, model=model.id)
             metrics.info.set(

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Annotated, Any, Literal, TypeVar
 
 from fastapi import HTTPException, Response
 from pydantic import (
     AfterValidator,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     ValidationInfo,
@@ -23,6 +23,8 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from tightfit.core.errors import UserError
+from tightfit.engines.protocol import EngineLostError
+from tightfit.serving.http.limits import MAX_LOGIT_BIASES, MAX_TOP_LOGPROBS
 
 MAX_MESSAGES = 10_000
 MAX_CHOICES = 16
@@ -32,6 +34,8 @@ MAX_TOOLS = 512
 MAX_STOP_CHARS = 1000
 MAX_SEED = 2**63 - 1
 MAX_TOKEN_ID = 2**31 - 1
+MAX_REASON_CHARS = 400
+"""Of pydantic's words, which quote a part of the body."""
 
 
 def _require_characters(text: str) -> str:
@@ -43,13 +47,16 @@ def _require_characters(text: str) -> str:
     return text
 
 
-def _refuse_numbers(value: object) -> object:
-    """`Literal[False]` would take 0 too, which it equals; `logprobs: 0` asks for something."""
-    if value is not None and not isinstance(value, bool):
-        raise ValueError("only false is supported")
+def _require_false(value: bool) -> bool:
+    if value:
+        raise ValueError("Input should be false")
     return value
 
 
+OnlyFalse = Annotated[
+    bool, AfterValidator(_require_false), Field(json_schema_extra={"const": False})
+]
+"""Not `Literal[False]`, which takes 0 as well."""
 Item = TypeVar("Item")
 Listed = Annotated[list[Item], Field(fail_fast=True)]
 """A list whose first wrong item is the only one reported: a body can hold millions."""
@@ -59,23 +66,66 @@ StopText = Annotated[Text, Field(max_length=MAX_STOP_CHARS)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 NoItems = Annotated[Listed[Any], Field(max_length=0)]
 NoKeys = Annotated[dict[str, Any], Field(max_length=0)]
-No = Annotated[Literal[False], BeforeValidator(_refuse_numbers)]
-Zero = Annotated[float, Field(ge=0, le=0)]
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+TopLogprobs = Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)]
+TokenNumber = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]
+Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
-class _RequestBody(BaseModel):
+class RequestBody(BaseModel):
     # Strict, because "3" for a number is a caller's mistake that a guess would hide.
     model_config = ConfigDict(extra="ignore", strict=True)
 
 
-class StreamOptions(_RequestBody):
+class StreamOptions(RequestBody):
     """What a stream sends beside the answer."""
 
     include_usage: bool | None = None
     """One more event before the end, with the number of tokens."""
 
 
-class AnswerRequest(_RequestBody):
+class TextFormat(RequestBody):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class JsonFormat(RequestBody):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class NamedSchema(RequestBody):
+    """A JSON schema, as OpenAI wraps it."""
+
+    name: Text | None = None
+    description: Any = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")]
+    strict: Any = None
+    """Not looked at: every answer is valid."""
+
+
+class SchemaFormat(RequestBody):
+    """Values of a JSON schema."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+class PatternFormat(RequestBody):
+    """Not OpenAI's. Whole matches of a regular expression."""
+
+    type: Literal["regex"]
+    pattern: Text
+
+
+AnswerFormat = Annotated[
+    TextFormat | JsonFormat | SchemaFormat | PatternFormat, Field(discriminator="type")
+]
+
+
+class AnswerRequest(RequestBody):
     """What chat and completions share."""
 
     model: Text | None = None
@@ -99,9 +149,12 @@ class AnswerRequest(_RequestBody):
     """Not OpenAI's. Go on to `max_tokens`, for measuring."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    frequency_penalty: Zero | None = None
-    presence_penalty: Zero | None = None
-    logit_bias: NoKeys | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
+    logit_bias: Annotated[dict[TokenNumber, Bias], Field(max_length=MAX_LOGIT_BIASES)] | None = None
+    """By token id: what is added to its logit."""
+    response_format: AnswerFormat | None = None
+    """What the whole answer is. Of completions not OpenAI's."""
     user: Any = None
     """Not looked at."""
 
@@ -111,11 +164,20 @@ class AnswerRequest(_RequestBody):
         return tuple(text for text in given if text)
 
     @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        return tuple((int(token), amount) for token, amount in (self.logit_bias or {}).items())
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        """Likeliest tokens to report beside each token; None: no log-probabilities."""
+        return None
+
+    @property
     def includes_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
 
-class TextPart(_RequestBody):
+class TextPart(RequestBody):
     """A piece of a message."""
 
     type: Literal["text"]
@@ -125,7 +187,7 @@ class TextPart(_RequestBody):
 Content = Text | Annotated[Listed[TextPart], Field(max_length=MAX_MESSAGES)] | None
 
 
-class CalledFunction(_RequestBody):
+class CalledFunction(RequestBody):
     """Name and arguments of a call."""
 
     name: Text
@@ -133,7 +195,7 @@ class CalledFunction(_RequestBody):
     """An object, as JSON."""
 
 
-class RequestToolCall(_RequestBody):
+class RequestToolCall(RequestBody):
     """A call that the assistant made earlier."""
 
     id: Text | None = None
@@ -141,7 +203,7 @@ class RequestToolCall(_RequestBody):
     function: CalledFunction
 
 
-class ChatMessage(_RequestBody):
+class ChatMessage(RequestBody):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -170,10 +232,15 @@ class ChatMessage(_RequestBody):
         return content
 
 
-class TextFormat(_RequestBody):
-    """The only format of answers: text."""
+class ToolName(RequestBody):
+    name: Text
 
-    type: Literal["text"] | None = None
+
+class NamedTool(RequestBody):
+    """The tool that is to be called."""
+
+    type: Literal["function"]
+    function: ToolName
 
 
 class ChatRequest(AnswerRequest):
@@ -182,17 +249,18 @@ class ChatRequest(AnswerRequest):
     messages: Annotated[Listed[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: Count | None = None
     """The newer name of `max_tokens`, and stronger than it."""
-    logprobs: No | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=0)] | None = None
+    logprobs: bool | None = None
+    """Of the model's own distribution, before temperature and penalties."""
+    top_logprobs: TopLogprobs | None = None
+    """So many likeliest tokens at each place; only with `logprobs`."""
     tools: Annotated[Listed[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
     """Functions that the model may call, each with a JSON schema."""
-    tool_choice: Literal["none", "auto"] | None = None
-    """`none`: the model does not see the tools."""
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    """`none`: the model does not see the tools. `required`: the answer is a call."""
     parallel_tool_calls: bool | None = None
     """False: of several calls, the first one is returned."""
     functions: NoItems | None = None
     function_call: Literal["none", "auto"] | None = None
-    response_format: TextFormat | None = None
     modalities: Annotated[Listed[Literal["text"]], Field(max_length=1)] | None = None
     audio: NoKeys | None = None
 
@@ -201,9 +269,27 @@ class ChatRequest(AnswerRequest):
         return 1
 
     @property
+    def num_top_logprobs(self) -> int | None:
+        return self.top_logprobs or 0 if self.logprobs else None
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _require_logprobs(cls, count: int | None, given: ValidationInfo) -> int | None:
+        if count and not given.data.get("logprobs"):
+            raise PydanticCustomError("missing_logprobs", "Only with `logprobs: true`")
+        return count
+
+    @property
     def offered_tools(self) -> list[dict[str, Any]]:
         """What the model may call."""
         return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def required_tools(self) -> list[str] | None:
+        """Names of the tools of which one must be called; none: of all; None: no call must be."""
+        if isinstance(self.tool_choice, NamedTool):
+            return [self.tool_choice.function.name]
+        return [] if self.tool_choice == "required" else None
 
     @property
     def most_tokens(self) -> int | None:
@@ -223,10 +309,18 @@ class CompletionRequest(AnswerRequest):
         ]
     )
     """A text, several, or the same as tokens."""
-    logprobs: No | None = None
+    max_tokens: Annotated[int, Field(ge=0, le=2**31 - 1)] | None = None
+    """Left out: 16. 0 with `echo`: the prompt alone."""
+    logprobs: TopLogprobs | None = None
+    """So many likeliest tokens at each place, and the token's own."""
     best_of: Annotated[int, Field(ge=1, le=1)] | None = None
-    echo: No | None = None
+    echo: bool | None = None
+    """The prompt comes before the answer; with `logprobs` its tokens' too."""
     suffix: Annotated[str, Field(max_length=0)] | None = None
+
+    @property
+    def num_top_logprobs(self) -> int | None:
+        return self.logprobs
 
     @property
     def num_prompts(self) -> int:
@@ -248,16 +342,16 @@ Finish = Literal["stop", "length"]
 ChatFinish = Literal["stop", "length", "tool_calls"]
 
 
-class _ResponseBody(BaseModel):
+class ResponseBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
 
-class PromptTokensDetails(_ResponseBody):
+class PromptTokensDetails(ResponseBody):
     cached_tokens: int
     """Of the prompt, read from the cache of an earlier request."""
 
 
-class Usage(_ResponseBody):
+class Usage(ResponseBody):
     """A prompt counts once, however many answers it has; the token that ends an answer counts."""
 
     prompt_tokens: int
@@ -266,26 +360,26 @@ class Usage(_ResponseBody):
     prompt_tokens_details: PromptTokensDetails
 
 
-class _AnswerHead(_ResponseBody):
+class _AnswerHead(ResponseBody):
     id: str
     created: int
     model: str
     system_fingerprint: str
 
 
-class AnswerFunction(_ResponseBody):
+class AnswerFunction(ResponseBody):
     name: str
     arguments: str
     """An object, as JSON."""
 
 
-class AnswerToolCall(_ResponseBody):
+class AnswerToolCall(ResponseBody):
     id: str
     type: Literal["function"]
     function: AnswerFunction
 
 
-class AnswerMessage(_ResponseBody):
+class AnswerMessage(ResponseBody):
     role: Literal["assistant"]
     content: str | None
     """Null where there are only calls."""
@@ -295,10 +389,26 @@ class AnswerMessage(_ResponseBody):
     refusal: None
 
 
-class ChatChoice(_ResponseBody):
+class LogprobEntry(ResponseBody):
+    token: str
+    logprob: float
+    bytes: list[int]
+    """A token may be a part of a character."""
+
+
+class ChatLogprobEntry(LogprobEntry):
+    top_logprobs: list[LogprobEntry]
+
+
+class ChatLogprobs(ResponseBody):
+    content: list[ChatLogprobEntry]
+    refusal: None
+
+
+class ChatChoice(ResponseBody):
     index: int
     message: AnswerMessage
-    logprobs: None
+    logprobs: ChatLogprobs | None
     finish_reason: ChatFinish
 
 
@@ -314,17 +424,17 @@ class ToolCallDelta(AnswerToolCall):
     index: int
 
 
-class ChatDelta(_ResponseBody):
+class ChatDelta(ResponseBody):
     role: Literal["assistant"] | None = None
     content: str | None = None
     reasoning_content: str | None = None
     tool_calls: list[ToolCallDelta] | None = None
 
 
-class ChatChunkChoice(_ResponseBody):
+class ChatChunkChoice(ResponseBody):
     index: int
     delta: ChatDelta
-    logprobs: None
+    logprobs: ChatLogprobs | None
     finish_reason: ChatFinish | None
 
 
@@ -336,10 +446,18 @@ class ChatChunk(_AnswerHead):
     usage: Usage | None = None
 
 
-class CompletionChoice(_ResponseBody):
+class CompletionLogprobs(ResponseBody):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    """Null for a prompt's first token."""
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(ResponseBody):
     index: int
     text: str
-    logprobs: None
+    logprobs: CompletionLogprobs | None
     finish_reason: Finish | None
 
 
@@ -351,7 +469,37 @@ class Completion(_AnswerHead):
     usage: Usage | None = None
 
 
-class ModelCard(_ResponseBody):
+class TokenizeRequest(RequestBody):
+    """`POST /tokenize`, in vLLM's form: a text, or messages as the chat template writes them."""
+
+    model: Text | None = None
+    prompt: Text | None = None
+    messages: Annotated[Listed[ChatMessage], Field(max_length=MAX_MESSAGES)] | None = None
+    tools: Annotated[Listed[dict[str, Any]], Field(max_length=MAX_TOOLS)] | None = None
+    add_special_tokens: bool = True
+    """Begin a text as the tokenizer begins one; the template decides for messages."""
+    return_token_strs: bool = False
+
+
+class TokenizeAnswer(ResponseBody):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(RequestBody):
+    """`POST /detokenize`."""
+
+    model: Text | None = None
+    tokens: Listed[TokenId]
+
+
+class DetokenizeAnswer(ResponseBody):
+    prompt: str
+
+
+class ModelCard(ResponseBody):
     """One model that is served."""
 
     id: str
@@ -367,12 +515,12 @@ class ModelCard(_ResponseBody):
     """Tokens of prompt and answer together."""
 
 
-class ModelList(_ResponseBody):
+class ModelList(ResponseBody):
     object: Literal["list"]
     data: list[ModelCard]
 
 
-class Health(_ResponseBody):
+class Health(ResponseBody):
     status: Literal["loading", "ready", "stopping"]
 
 
@@ -388,7 +536,7 @@ _KINDS = {
 }
 
 
-class ErrorDetail(_ResponseBody):
+class ErrorDetail(ResponseBody):
     """What went wrong, for a reader and for a program."""
 
     message: str
@@ -398,7 +546,7 @@ class ErrorDetail(_ResponseBody):
     code: str | None
 
 
-class ErrorBody(_ResponseBody):
+class ErrorBody(ResponseBody):
     """The body of every answer that is not a success, in OpenAI's shape."""
 
     error: ErrorDetail
@@ -464,6 +612,8 @@ def to_api_error(error: Exception) -> ApiError:
     """What an engine could not do: the caller's to mend, or ours."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, EngineLostError):
+        return ApiError(503, error.problem, code="engine_lost")
     if isinstance(error, UserError):
         return ApiError(400, error.problem, code="invalid_request")
     return ApiError(
@@ -471,40 +621,35 @@ def to_api_error(error: Exception) -> ApiError:
     )
 
 
-_NO_LOGPROBS = "Log probabilities are not available: leave `{name}` out."
 _OLD_TOOLS = "`{name}` is OpenAI's old form: send `tools`, and calls as `tool_calls`."
-_NO_PENALTY = "`{name}` is not supported; `repetition_penalty` is."
 _NO_FIELD = "`{name}` is not supported: leave it out."
+_NOT_KEPT = "`{name}` is not supported, as answers are not kept: send the conversation in `input`."
 _TEXT_ONLY = "Only text goes in and comes out here"
 _UNSUPPORTED = {
-    "logprobs": _NO_LOGPROBS,
-    "top_logprobs": _NO_LOGPROBS,
-    "tool_choice": "`tool_choice` can be `auto` or `none`: answers are not constrained here, so no "
-    "call can be promised.",
     "functions": _OLD_TOOLS,
     "function_call": _OLD_TOOLS,
     "role": _OLD_TOOLS.format(name="function"),
     "audio": _TEXT_ONLY + ": leave `audio` out.",
     "modalities": _TEXT_ONLY + ': leave `modalities` out, or send ["text"].',
     "type": _TEXT_ONLY + ": a part of type `{value}` is not supported.",
-    "response_format": "Answers cannot be constrained to a format: leave `response_format` out and "
-    "ask for it in words.",
-    "frequency_penalty": _NO_PENALTY,
-    "presence_penalty": _NO_PENALTY,
-    "logit_bias": _NO_FIELD,
     "suffix": _NO_FIELD,
-    "echo": "`echo` is not supported: the prompt is not sent back.",
     "best_of": "`best_of` is not supported: ask for `n` answers and choose.",
+    "background": _NO_FIELD,
+    "previous_response_id": _NOT_KEPT,
+    "conversation": _NOT_KEPT,
+    "thinking": "`thinking` cannot be asked for: a model has its own way.",
 }
 """By field: the error where its value asks for something that no engine does."""
-_FIELDS = frozenset(
-    name
-    for model in (
-        *(ChatRequest, CompletionRequest, ChatMessage, TextPart, StreamOptions),
-        *(RequestToolCall, CalledFunction),
-    )
-    for name in model.model_fields
-)
+
+
+@cache
+def _field_names() -> frozenset[str]:
+    """Of every request."""
+    names, kinds = set(), [RequestBody]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+        names |= {field.alias or name for name, field in kind.model_fields.items()}
+    return frozenset(names)
 
 
 def from_validation_error(errors: Sequence[Mapping[str, Any]], content_type: str) -> ApiError:
@@ -520,7 +665,8 @@ def from_validation_error(errors: Sequence[Mapping[str, Any]], content_type: str
         message = _UNSUPPORTED[name].format(name=name, value=value)
         param = _path(place[: place.index(name) + 1])
         return ApiError(400, message, code="unsupported_parameter", param=param)
-    first = errors[0]
+    # Of a field's alternatives, the one that the value came nearest to.
+    first = max(errors, key=lambda error: len(error["loc"]))
     place = first["loc"]
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", "")
@@ -530,16 +676,19 @@ def from_validation_error(errors: Sequence[Mapping[str, Any]], content_type: str
     if len(place) == 1:
         return ApiError(400, "The body must be a JSON object.")
     param = _path(place)
-    return ApiError(400, f"`{param}`: {first['msg']}.", code="invalid_value", param=param)
+    reason = first["msg"][:MAX_REASON_CHARS]
+    return ApiError(400, f"`{param}`: {reason}.", code="invalid_value", param=param)
 
 
 def _path(place: Sequence[str | int]) -> str:
     """`messages[0].content`, without the names that pydantic gives to the body and alternatives."""
     path = ""
-    for step in place:
+    for at, step in enumerate(place):
         if isinstance(step, int):
             path += f"[{step}]"
-        elif step in _FIELDS:
+        elif step in _field_names() and not (
+            step == place[at - 1] and at
+        ):  # a format's name, then its key
             path += f".{step}" if path else step
     return path
 
