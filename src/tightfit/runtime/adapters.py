@@ -87,8 +87,13 @@ def add_adapters(model: PreTrainedModel, strategy: Strategy, training: Training)
     return adapted
 
 
-def load_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:
-    """The model with the adapter of `folder`, in the dtype it was saved in."""
+def load_adapter(
+    model: PreTrainedModel | PeftModel, folder: Path, *, name: str = "default"
+) -> PeftModel:
+    """The model with the adapter of `folder`, in the dtype it was saved in.
+
+    A model that has adapters gets one more, of another name.
+    """
     silence_libraries()  # before the import that prints
     from peft import PeftModel
 
@@ -101,12 +106,14 @@ def load_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:
         grow_rows(model, num_rows)
     try:
         with as_values(model, model.dtype), _without_peft_warnings():
-            adapted: PeftModel = PeftModel.from_pretrained(
-                model,
-                str(folder),
-                autocast_adapter_dtype=False,
-                local_files_only=True,
-            )
+            options: dict[str, Any] = {
+                "adapter_name": name, "autocast_adapter_dtype": False, "local_files_only": True
+            }  # fmt: skip
+            if isinstance(model, PeftModel):
+                model.load_adapter(str(folder), **options)
+                adapted = model
+            else:
+                adapted = PeftModel.from_pretrained(model, str(folder), **options)
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, Warning) as error:
         raise InvalidInputError(
             f"The adapter in {folder} does not fit this model: {first_line(error)}.",

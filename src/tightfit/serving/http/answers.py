@@ -116,14 +116,14 @@ async def _begin(
     loop = asyncio.get_running_loop()
     model.admit(num_answers)
     preparing = loop.run_in_executor(model.encoder, prepare_request, model, body)
-    leaving = asyncio.create_task(_wait_for_leaving(receive))
+    leaving = asyncio.create_task(wait_for_leaving(receive))
     try:
         await asyncio.wait((preparing, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not preparing.done():  # nobody waits for the answer: others' prompts are next
             raise ClientGoneError
         prepared = preparing.result()
     except BaseException as error:
-        model.num_owed -= num_answers
+        model.release(num_answers)
         if isinstance(error, Exception) and not isinstance(error, ClientGoneError):
             raise to_api_error(error) from error
         raise
@@ -335,7 +335,8 @@ def tokenize_text(model: ServedModel, body: TokenizeRequest) -> TokenizeAnswer:
     )
 
 
-async def _wait_for_leaving(receive: Receive) -> None:
+async def wait_for_leaving(receive: Receive) -> None:
+    """Return once the client has disconnected."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -347,7 +348,7 @@ async def _watched(
     """While inside, the client's leaving and the clock stop the job; afterwards nothing runs on."""
 
     async def wait_for_end() -> None:
-        await _wait_for_leaving(receive)
+        await wait_for_leaving(receive)
         job.stop(ClientGoneError())
 
     too_slow = ApiError(

@@ -41,6 +41,12 @@ MAX_LOGIT_BIASES = 1024
 MAX_TOP_LOGPROBS = 20
 MAX_PARALLEL_CALLS = 16
 """In one answer, where calls are required."""
+MAX_ADAPTERS = 64
+"""Loaded at once."""
+MAX_INPUTS = 2048
+"""Of one request for embeddings; with the next, OpenAI's own limits."""
+MAX_INPUT_TOKENS = 300_000
+"""Of all its inputs."""
 MAX_ECHO_LOGITS = 2**28
 """Tokens of a prompt times vocabulary, where `echo` asks for log-probabilities: 1 GiB in fp32."""
 BACKLOG = 128
