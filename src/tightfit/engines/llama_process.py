@@ -130,7 +130,8 @@ class LlamaProcess:
         with self._using() as life:
             # Without this field every adapter would change the answer.
             known = life.settings.adapters
-            lora = [] if adapter is None else [{"id": known.index(adapter), "scale": 1.0}]
+            at = None if adapter is None else known.index(adapter)
+            lora = [{"id": place, "scale": float(place == at)} for place in range(len(known))]
             life.ask({"complete": body | {"lora": lora}}, take)
 
     def change_adapters(self, adapters: tuple[str, ...]) -> None:
@@ -459,7 +460,10 @@ class _Worker:
                 self._scorer.close()
                 self._scorer = None
             self._scorer = LlamaModel(
-                Path(self._settings.path), num_positions=positions, num_threads=choose_threads(None)
+                Path(self._settings.path),
+                num_positions=positions,
+                num_threads=choose_threads(None),
+                adapters=[Path(path) for path in self._settings.adapters],
             )
             self._scorer_positions = positions
         self._scorer.use_adapter(None if adapter is None else Path(adapter))

@@ -100,7 +100,7 @@ def load_adapter(
     from tightfit.runtime.kernels.experts import group_adapters
     from tightfit.runtime.packed_experts import as_values
 
-    _check_adapter_files(folder)
+    check_adapter_files(folder)
     num_rows = find_adapter_rows(model, folder)
     if num_rows is not None:
         grow_rows(model, num_rows)
@@ -438,7 +438,8 @@ def _is_row(value: object) -> bool:
     return type(value) is int and 0 <= value < MAX_VOCAB
 
 
-def _check_adapter_files(folder: Path) -> None:
+def check_adapter_files(folder: Path) -> None:
+    """Raise where the settings or the weights are missing or damaged."""
     from tightfit.runtime.tensor_files import find_weights_error
 
     check_adapter_config(folder)

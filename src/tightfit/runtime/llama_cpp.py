@@ -196,7 +196,14 @@ EMBEDDED_POSITIONS = 512
 class LlamaModel:
     """One GGUF file in memory with a context of its own. Not for several threads at once."""
 
-    def __init__(self, path: Path, *, num_positions: int = 512, num_threads: int = 1) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        num_positions: int = 512,
+        num_threads: int = 1,
+        adapters: Sequence[Path] = (),
+    ) -> None:
         self._library = _declare(load_library())
         self._num_positions = num_positions
         self._context = None
@@ -208,8 +215,8 @@ class LlamaModel:
                 f"llama.cpp cannot load {path}.",
                 remedy="make or fetch the file again; `tightfit models FILE` shows what is in it",
             )
-        self._adapters: dict[Path, int] = {}
-        """Those that were used, which the model frees with itself."""
+        # Before the context, whose graphs are sized for them. The model frees them with itself.
+        self._adapters = {path: self._load_adapter(path) for path in adapters}
         self._vocabulary = self._library.llama_model_get_vocab(self._model)
         self._context = self._make_context(num_threads)
         self._batch = self._library.llama_batch_init(num_positions, 0, 1)
@@ -258,15 +265,17 @@ class LlamaModel:
             library.llama_set_embeddings(context, False)
         return total / len(tokens) if is_mean else total
 
+    def _load_adapter(self, path: Path) -> int:
+        loaded = self._library.llama_adapter_lora_init(self._model, str(path).encode())
+        if not loaded:
+            self.close()
+            raise InvalidInputError(
+                f"llama.cpp cannot load the adapter {path}.", remedy="make the file again"
+            )
+        return int(loaded)
+
     def use_adapter(self, path: Path | None) -> None:
-        """Compute with the LoRA adapter of a GGUF file, or with none, from now on."""
-        if path is not None and path not in self._adapters:
-            loaded = self._library.llama_adapter_lora_init(self._model, str(path).encode())
-            if not loaded:
-                raise InvalidInputError(
-                    f"llama.cpp cannot load the adapter {path}.", remedy="make the file again"
-                )
-            self._adapters[path] = loaded
+        """Compute with one of the adapters, or with none, from now on."""
         count = 0 if path is None else 1
         handles = (ctypes.c_void_p * 1)(self._adapters[path] if path is not None else None)
         scales = (ctypes.c_float * 1)(1.0)

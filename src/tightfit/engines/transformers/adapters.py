@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tightfit.core.errors import InvalidInputError
 from tightfit.core.reading import read_json_file
-from tightfit.runtime.adapters import check_adapter_config, find_adapter_rows, load_adapter
+from tightfit.runtime.adapters import check_adapter_files, find_adapter_rows, load_adapter
 
 BASE = "__base__"
 """peft's word for a row without an adapter."""
@@ -70,13 +71,17 @@ class RowAdapters:
 
     def drop(self, key: str) -> None:
         """Forget an adapter; its memory is free at once."""
-        for layer in self._layers(key):
-            layer.delete_adapter(key)
-        for holder in (self._adapted, self._model):
-            getattr(holder, "peft_config", {}).pop(key, None)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Adapter .* was active which is now deleted")
+            for layer in self._layers(key):
+                layer.delete_adapter(key)
+        if self._adapted is not None:
+            self._adapted.peft_config.pop(key, None)
+        else:  # the first one failed, and left its settings on the model
+            vars(self._model).pop("peft_config", None)
 
     def _check(self, folder: Path) -> None:
-        check_adapter_config(folder)
+        check_adapter_files(folder)
         stated = read_json_file(folder / "adapter_config.json")
         if str(stated["peft_type"]).upper() != "LORA":
             raise _cannot(folder, f"is {stated['peft_type']}, not LoRA")
@@ -85,12 +90,12 @@ class RowAdapters:
                 raise _cannot(folder, why)
         if stated.get("bias", "none") != "none":
             raise _cannot(folder, "changes biases")
+        if find_adapter_rows(self._model, folder) is not None:
+            raise _cannot(folder, "has its own vocabulary")
 
     def _check_layers(self, layers: list[Any], folder: Path, key: str) -> None:
         from torch import nn
 
-        if find_adapter_rows(self._model, folder) is not None:
-            raise _cannot(folder, "has its own vocabulary")
         for layer in layers:
             is_row_wise = hasattr(layer, "_mixed_batch_forward")
             if isinstance(layer.get_base_layer(), nn.Embedding) or not is_row_wise:
