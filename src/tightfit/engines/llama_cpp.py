@@ -343,7 +343,7 @@ def open_llama(request: EngineRequest, *, why: str) -> LlamaEngine:
     """Load a GGUF file. `request.device` is decided: `cpu`, `cuda` or `cuda:N`."""
     file = read_llama_file(request.artefact.path)
     context = choose_context(request.context, file.context)
-    if request.pooling and file.pooling not in (None, request.pooling):
+    if request.pooling and file.pooling and file.pooling.value != request.pooling:
         raise UsageError(
             f"{file.path.name} states that its embeddings are pooled by `{file.pooling.value}`.",
             remedy="leave --pooling out",
@@ -490,7 +490,8 @@ class LlamaEngine(BaseEngine):
         key = None if adapter is None else adapter.key
         values = self.process.embed(tokens, is_mean=is_mean, adapter=key)
         found = np.array(values, dtype=np.float32)
-        return found / max(float(np.linalg.norm(found)), 1e-12)
+        unit: NDArray[np.float32] = found / np.float32(max(np.linalg.norm(found), 1e-12))
+        return unit
 
     def tokenize(self, text: str) -> list[int]:
         with self._lock:

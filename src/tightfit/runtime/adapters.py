@@ -87,9 +87,7 @@ def add_adapters(model: PreTrainedModel, strategy: Strategy, training: Training)
     return adapted
 
 
-def load_adapter(
-    model: PreTrainedModel | PeftModel, folder: Path, *, name: str = "default"
-) -> PeftModel:
+def load_adapter(model: Any, folder: Path, *, name: str = "default") -> PeftModel:
     """The model with the adapter of `folder`, in the dtype it was saved in.
 
     A model that has adapters gets one more, of another name.

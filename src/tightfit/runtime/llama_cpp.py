@@ -242,7 +242,7 @@ class LlamaModel:
 
         library, context = self._library, self._context
         width = int(library.llama_model_n_embd(self._model))
-        total = np.zeros(width, dtype=np.float32)
+        total: NDArray[np.float32] = np.zeros(width, dtype=np.float32)
         self._clear(tokens)
         library.llama_set_embeddings(context, True)
         try:
@@ -263,7 +263,7 @@ class LlamaModel:
                 total = total + mean * len(piece) if is_mean else last.copy()
         finally:
             library.llama_set_embeddings(context, False)
-        return total / len(tokens) if is_mean else total
+        return total / np.float32(len(tokens)) if is_mean else total
 
     def _load_adapter(self, path: Path) -> int:
         loaded = self._library.llama_adapter_lora_init(self._model, str(path).encode())

@@ -353,6 +353,6 @@ class TransformersEngine(BaseEngine):
         if not self._set_closed():
             return
         self._batcher.close()
-        self._model = None
+        self._model = self._adapters = None
         del self._batcher
         free_memory()
