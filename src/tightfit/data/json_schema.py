@@ -113,18 +113,6 @@ def compile_schema(schema: Any) -> Grammar:
     return compiler.finish(root)
 
 
-def compile_json_object() -> Grammar:
-    """Any JSON object."""
-    return compile_schema({"type": "object"})
-
-
-def compile_pattern(pattern: str) -> Grammar:
-    """The grammar of a pattern's whole matches."""
-    grammar = Grammar({"root": Lexeme(read_pattern(pattern))})
-    check_grammar(grammar)
-    return grammar
-
-
 class SchemaCompiler:
     """Rules of one or several schemas, as parts of one grammar."""
 
