@@ -191,7 +191,7 @@ def prepare(options: PrepareOptions, output: PrepareOutput) -> None:
                 *_render_cuts(encoded.report),
                 *_render_batches(encoded.report, batching),
                 *_render_findings(encoded.report),
-                *render_notes("Notes", encoded.report.notes),
+                *render_notes("Notes", (*encoded.report.notes, *found.notes)),
                 *_render_rows(viewed, encoded, is_whole=is_whole),
                 *_render_next(next_step),
             ]
@@ -206,6 +206,7 @@ def prepare(options: PrepareOptions, output: PrepareOutput) -> None:
                 "is_cached": encoded.is_cached,
                 "report": encoded.report.model_dump(mode="json"),
                 "batching": asdict(batching),
+                "notes": list(found.notes),
                 "rows": [row.describe() for row in viewed],
                 "next": None if next_step is None else asdict(next_step),
             }
