@@ -40,7 +40,8 @@ from tightfit.data.grammar import (
 )
 
 MAX_SCHEMA_DEPTH = 64
-"""With what its references name: each level is several calls deep."""
+MAX_REFERRED_DEPTH = 100
+"""With what its references name. Each level is several calls of Python's thousand."""
 MAX_SCHEMA_VALUES = 10_000
 """Of all kinds, enumerated ones included."""
 MAX_PATTERN_CHARS = 1000
@@ -167,8 +168,10 @@ class SchemaCompiler:
     @contextmanager
     def nested(self) -> Iterator[None]:
         """Inside of one more schema."""
-        if self._depth >= MAX_SCHEMA_DEPTH:
-            raise GrammarError(f"it is nested more than {MAX_SCHEMA_DEPTH} deep")
+        if self._depth >= MAX_REFERRED_DEPTH:
+            raise GrammarError(
+                f"with its references it is nested more than {MAX_REFERRED_DEPTH} deep"
+            )
         self._depth += 1
         try:
             yield

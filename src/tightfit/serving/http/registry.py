@@ -156,7 +156,8 @@ class ServedModel:
         """Where templates and tokenizers run, so that a long prompt holds up no other stream."""
         self._side = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tightfit-side")
         """For what is no answer's prompt, so that it holds up none."""
-        self._num_side = 0
+        self.num_side = 0
+        """Pieces of such work that have not ended."""
         self._capacity = engine.info.num_slots + max_queue
         self._metrics = metrics
 
@@ -189,24 +190,24 @@ class ServedModel:
 
         A place is given back when the work ends or is dropped: cancelling does not end what runs.
         """
-        if self._num_side >= MAX_SIDE_JOBS:
+        if self.num_side >= MAX_SIDE_JOBS:
             raise ApiError(
                 503,
-                f"{self._num_side} requests for tokens or log-probabilities wait. Try again later.",
+                f"{self.num_side} requests for tokens or log-probabilities wait. Try again later.",
                 code="queue_full",
                 headers={"Retry-After": str(RETRY_SECONDS)},
             )
         loop = asyncio.get_running_loop()
 
         def give_back() -> None:
-            self._num_side -= 1
+            self.num_side -= 1
 
         def on_end(_: Future[_Result]) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
                 loop.call_soon_threadsafe(give_back)
 
         future = self._side.submit(work)
-        self._num_side += 1
+        self.num_side += 1
         future.add_done_callback(on_end)
         return asyncio.wrap_future(future)
 
