@@ -159,7 +159,7 @@ def test_what_cannot_be_promised_is_refused_soon(schema: Any, why: str) -> None:
 
 
 def test_many_alternatives_and_schemas_take_little_time() -> None:
-    """Each pair of alternatives was compared; of many tools each was written out in full."""
+    """Each pair of alternatives was compared; what was too large was first written out in full."""
     alternatives = [
         {"type": "object", "properties": {"k": {"const": n}}, "required": ["k"]} for n in range(900)
     ]
@@ -167,15 +167,15 @@ def test_many_alternatives_and_schemas_take_little_time() -> None:
     compile_schema({"oneOf": alternatives})
     compiler = SchemaCompiler()
     with pytest.raises(GrammarError, match="more than 50,000 parts"):
-        for _ in range(100):
-            compiler.add({"type": "object", "required": [str(n) for n in range(2000)]})
+        compiler.add({"type": "object", "required": [str(n) for n in range(9000)]})
     assert time.process_time() - began_s < 4 * REFUSAL_SECONDS
 
 
 def test_no_grammar_holds_the_character_that_ends_a_text() -> None:
     for pattern in (r"[\0-\x05]", "[^a]", ".", r"\W"):
         ranges = [one.ranges for one in _chars_of(compile_pattern(pattern).rules["root"])]
-        assert ranges and all(low > 0 for (low, _), *_ in ranges)
+        assert ranges
+        assert all(low > 0 for (low, _), *_ in ranges)
     with pytest.raises(GrammarError, match="number zero"):
         compile_pattern(r"a\0b")
 
