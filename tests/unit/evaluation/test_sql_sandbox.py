@@ -75,7 +75,7 @@ BUILDING_BOMBS = (
     "CREATE TABLE t AS SELECT * FROM (SELECT 1 FROM "
     + ", ".join(f"(VALUES {', '.join(f'({i})' for i in range(99))}) a{n}" for n in range(6))
     + ")",
-    "CREATE TABLE t (a TEXT DEFAULT (printf('%900000000d', 1)))",
+    "CREATE TABLE t (a TEXT, b TEXT AS (printf('%900000000d', 1)) STORED)",
     "CREATE TABLE t (a TEXT, b TEXT AS (hex(zeroblob(900000000))))",
 )
 
