@@ -241,7 +241,8 @@ def has_order(query: str) -> bool:
 def find_tables(text: str) -> list[str]:
     """The CREATE TABLE statements in a text, each up to where its parentheses close."""
     masked = mask_quotes(text)
-    opened, ends = [], {}
+    opened: list[int] = []
+    ends: dict[int, int] = {}
     for found in re.finditer(r"[()]", masked):
         if found[0] == "(":
             opened.append(found.start())

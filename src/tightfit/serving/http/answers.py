@@ -372,7 +372,7 @@ async def _wait_beside_client(
         )
         if work.done():
             return work.result()
-        raise ClientGoneError if leaving.done() else _too_slow(timeout_seconds)
+        raise ClientGoneError() if leaving.done() else _too_slow(timeout_seconds)
     finally:
         leaving.cancel()
         work.cancel()
