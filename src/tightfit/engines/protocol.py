@@ -171,7 +171,10 @@ class Engine(Protocol):
         ...
 
     def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """Logits of the next token after each of `tokens`: (len(tokens), vocabulary), fp32."""
+        """Logits of the next token after each of `tokens`: (len(tokens), vocabulary), fp32.
+
+        Raises `UserError` as `submit` does.
+        """
         ...
 
     def embed(self, tokens: Sequence[int]) -> NDArray[np.float32]:
@@ -239,12 +242,12 @@ def check_request(request: Request, *, max_context: int, num_vocabulary: int) ->
             remedy="shorten the prompt, or allow more: --context N, up to the model's own",
         )
     biased = (token for token, _ in request.sampling.logit_bias)
-    check_vocabulary((*request.prompt, *biased), num_vocabulary)
+    check_tokens((*request.prompt, *biased), num_vocabulary)
     return min(request.sampling.max_new_tokens, max_context - num_tokens)
 
 
-def check_vocabulary(tokens: Iterable[int], num_vocabulary: int) -> None:
-    """Raise for a token that the model has not."""
+def check_tokens(tokens: Iterable[int], num_vocabulary: int) -> None:
+    """Raise `InvalidInputError` for a token that the model does not have."""
     strange = next((token for token in tokens if not 0 <= token < num_vocabulary), None)
     if strange is not None:
         raise InvalidInputError(
@@ -462,7 +465,7 @@ class BaseEngine:
                 f"{self.info.max_context:,} are possible.",
                 remedy=f"{purpose} the text in pieces, or allow more: --context N",
             )
-        check_vocabulary(tokens, self.num_vocabulary)
+        check_tokens(tokens, self.num_vocabulary)
 
     def _check_open(self) -> None:
         if self._is_closed:

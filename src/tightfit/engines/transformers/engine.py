@@ -19,6 +19,7 @@ from tightfit.engines.protocol import (
     Pooling,
     Request,
     Ticket,
+    check_tokens,
     choose_context,
 )
 from tightfit.engines.transformers.adapters import RowAdapters
@@ -294,6 +295,7 @@ class TransformersEngine(BaseEngine):
                 remedy="compare its answers instead: tightfit eval",
             )
         wanted = list(tokens)
+        check_tokens(wanted, self.num_vocabulary)
         return self._call_with(adapter, lambda model: compute_logits(model, wanted))
 
     def embed(self, tokens: Sequence[int]) -> NDArray[np.float32]:

@@ -203,7 +203,7 @@ class AdapterLoader:
 
     async def _drop_when_idle(self, model: ServedModel) -> None:
         await model.wait_until_idle()
-        model.encoder.shutdown(wait=False)
+        model.close()
         async with self._lock:
             with contextlib.suppress(UserError):  # the server was stopped meanwhile
                 await asyncio.to_thread(model.engine.close)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import json
+import threading
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from pydantic import Field
 from starlette.types import Receive
 
-from tightfit.serving.http.answers import wait_for_leaving
+from tightfit.serving.http.answers import compute
 from tightfit.serving.http.limits import MAX_INPUT_TOKENS, MAX_INPUTS
 from tightfit.serving.http.registry import (
     ModelRegistry,
@@ -23,7 +23,6 @@ from tightfit.serving.http.registry import (
     shutting_down_error,
 )
 from tightfit.serving.http.schemas import (
-    CLIENT_GONE,
     ApiError,
     Count,
     Listed,
@@ -31,7 +30,6 @@ from tightfit.serving.http.schemas import (
     ResponseBody,
     Text,
     TokenId,
-    to_api_error,
 )
 
 
@@ -91,66 +89,47 @@ async def answer_embeddings(
     """The embedding of each input, one after another, between the steps of other answers."""
     registry.require_open()
     model = registry.find(body.model)
-    model.admit(1)
-    try:
-        work = asyncio.create_task(_embed(registry, model, body))
-        leaving = asyncio.create_task(wait_for_leaving(receive))
-        try:
-            await asyncio.wait(
-                (work, leaving), timeout=timeout_seconds, return_when=asyncio.FIRST_COMPLETED
-            )
-            if leaving.done() and not work.done():
-                return Response(status_code=CLIENT_GONE)
-            if not work.done():
-                raise ApiError(
-                    504,
-                    f"The embeddings took longer than {timeout_seconds:g} seconds.",
-                    code="timeout",
-                )
-            content = work.result()
-        finally:
-            leaving.cancel()
-            work.cancel()
-    except Exception as error:
-        raise to_api_error(error) from error
-    finally:
-        model.release(1)
-    return Response(content, media_type="application/json")
-
-
-async def _embed(registry: ModelRegistry, model: ServedModel, body: EmbeddingRequest) -> str:
     loop = asyncio.get_running_loop()
-    inputs = await loop.run_in_executor(model.encoder, _read_inputs, model, body)
-    found = []
-    for tokens in inputs:
-        if registry.phase is ServerPhase.STOPPING:
-            raise shutting_down_error()
-        found.append(await loop.run_in_executor(None, model.engine.embed, tokens))
-        if body.dimensions not in (None, len(found[-1])):
-            raise ApiError(
-                400,
-                f"This model does not support specifying dimensions: its embeddings have "
-                f"{len(found[-1]):,}.",
-                code="unsupported_parameter",
-                param="dimensions",
-            )
-    num_tokens = sum(map(len, inputs))
-    model.count_read(num_tokens)
-    return json.dumps(
-        {
-            "object": "list",
-            "data": [
-                {
-                    "object": "embedding",
-                    "index": index,
-                    "embedding": _write(vector, body.encoding_format),
-                }
+    has_left = threading.Event()
+
+    def work() -> EmbeddingList:
+        inputs = _read_inputs(model, body)
+        found: list[NDArray[np.float32]] = []
+        for tokens in inputs:
+            if has_left.is_set() or registry.phase is ServerPhase.STOPPING:
+                raise shutting_down_error()
+            found.append(model.engine.embed(tokens))
+            _check_width(len(found[0]), body.dimensions)
+        num_tokens = sum(map(len, inputs))
+        loop.call_soon_threadsafe(model.count_read, num_tokens)
+        return EmbeddingList(
+            object="list",
+            data=[
+                Embedding(
+                    object="embedding",
+                    index=index,
+                    embedding=_write(vector, body.encoding_format),
+                )
                 for index, vector in enumerate(found)
             ],
-            "model": model.id,
-            "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
-        }
-    )
+            model=model.id,
+            usage=EmbeddingUsage(prompt_tokens=num_tokens, total_tokens=num_tokens),
+        )
+
+    try:
+        return await compute(model, work, receive, timeout_seconds=timeout_seconds)
+    finally:
+        has_left.set()
+
+
+def _check_width(width: int, stated: int | None) -> None:
+    if stated not in (None, width):
+        raise ApiError(
+            400,
+            f"This model does not support specifying dimensions: its embeddings have {width:,}.",
+            code="unsupported_parameter",
+            param="dimensions",
+        )
 
 
 def _read_inputs(model: ServedModel, body: EmbeddingRequest) -> list[Sequence[int]]:
