@@ -490,7 +490,7 @@ class LlamaEngine(BaseEngine):
         key = None if adapter is None else adapter.key
         values = self.process.embed(tokens, is_mean=is_mean, adapter=key)
         found = np.array(values, dtype=np.float32)
-        unit: NDArray[np.float32] = found / np.float32(max(np.linalg.norm(found), 1e-12))
+        unit: NDArray[np.float32] = found / np.float32(max(float(np.linalg.norm(found)), 1e-12))
         return unit
 
     def tokenize(self, text: str) -> list[int]:

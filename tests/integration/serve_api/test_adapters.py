@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from api_client import Served, serving
+from api_processes import server_process
 from small_models import make_llama
 from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import UserError
@@ -64,6 +65,20 @@ def _merged_answers(base: Path, adapter: Path | None) -> tuple[str, list[int]]:
     out = model.generate(**given, max_new_tokens=NUM_TOKENS, do_sample=False)
     new = out[0][given["input_ids"].shape[1] :]
     return tokenizer.decode(new, skip_special_tokens=True), given["input_ids"][0].tolist()
+
+
+def _last_states(base: Path, adapter: Path, tokens: list[int]) -> Any:
+    """By transformers and peft themselves: (tokens, width)."""
+    import peft
+    import torch
+    import transformers
+
+    library: Any = transformers
+    model = library.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    made: Any = peft.PeftModel.from_pretrained(model, adapter)
+    with torch.no_grad():
+        output = made.merge_and_unload()(torch.tensor([tokens]), output_hidden_states=True)
+    return output.hidden_states[-1][0]
 
 
 @pytest.fixture(scope="module")
@@ -288,3 +303,41 @@ def test_an_adapter_adds_its_own_bytes_alone(engines: list[Engine], home: Path) 
 def test_a_path_without_an_adapter_names_what_is_missing(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"adapter_config\.json"):
         find_adapter(tmp_path)
+
+
+def test_the_command_serves_adapters_beside_their_bases(
+    home: Path, expected: dict[str, str]
+) -> None:
+    root = home / "root"
+    adapters = ("--adapter", f"a={root / 'one'}", "--adapter", f"b={root / 'two.gguf'}")
+    words = (home / "base", home / "base.gguf", "--name", "plain", "--name", "gguf")
+    with server_process(*words, *adapters, "--pooling", "last") as running:
+        listed = {one["id"]: one for one in running.ready["models"]}
+        assert {name: one["parent"] for name, one in listed.items()} == {
+            "plain": None,
+            "gguf": None,
+            "a": "plain",
+            "b": "gguf",
+        }
+        for name, own in (("plain", "base"), ("gguf", "base"), ("a", "one"), ("b", "two")):
+            body = {"model": name, "prompt": PROMPT, "max_tokens": NUM_TOKENS, "temperature": 0}
+            answer = httpx.post(
+                f"{running.url}/v1/completions", json=body, trust_env=False, timeout=120
+            ).json()
+            assert answer["choices"][0]["text"].rstrip("\ufffd") == expected[own].rstrip("\ufffd")
+        refused = httpx.post(
+            f"{running.url}/v1/load_lora_adapter",
+            json={"lora_name": "c", "lora_path": str(root / "two")},
+            trust_env=False,
+            timeout=60,
+        )
+        assert refused.status_code == 403
+        assert refused.json()["error"]["code"] == "adapters_not_allowed"
+        tokens = list(range(10, 30))
+        state = _last_states(home / "base", root / "one", tokens)[-1]
+        body = {"model": "a", "input": tokens}
+        answer = httpx.post(
+            f"{running.url}/v1/embeddings", json=body, trust_env=False, timeout=60
+        ).json()
+        found = answer["data"][0]["embedding"]
+        assert found == pytest.approx((state / state.norm()).tolist(), abs=1e-5)

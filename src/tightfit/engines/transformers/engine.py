@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -219,6 +220,10 @@ def open_transformers(request: EngineRequest, *, why: str) -> TransformersEngine
     return TransformersEngine(loaded, prompter, request, why=why)
 
 
+def _load(adapters: RowAdapters, path: Path, _model: Any) -> tuple[str, int]:
+    return adapters.load(path)
+
+
 class TransformersEngine(BaseEngine):
     """A loaded model, and the batch that computes its answers."""
 
@@ -320,7 +325,7 @@ class TransformersEngine(BaseEngine):
         try:
             for path in paths:
                 prompter = open_adapter_prompter(self, path)
-                key, num_bytes = self.call(lambda _, path=path: adapters.load(path))
+                key, num_bytes = self.call(functools.partial(_load, adapters, path))
                 adapter = Adapter(key=key, path=path, num_bytes=num_bytes, prompter=prompter)
                 made.append(AdapterEngine(self, adapter, path.name))
         except BaseException:

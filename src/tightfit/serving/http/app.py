@@ -495,7 +495,7 @@ def _add_adapters(app: FastAPI, registry: ModelRegistry, settings: ApiSettings) 
         operation_id="load_lora_adapter",
         summary="Serve one more LoRA adapter, in vLLM's form",
         responses={200: _PLAIN_TEXT, **ANSWERING_ERRORS},
-        response_class=PlainTextResponse,
+        response_class=Response,
     )
     async def load_adapter(body: LoadAdapterRequest) -> Response:
         return PlainTextResponse(await loader.load(body))
@@ -505,7 +505,7 @@ def _add_adapters(app: FastAPI, registry: ModelRegistry, settings: ApiSettings) 
         operation_id="unload_lora_adapter",
         summary="Drop a LoRA adapter after its last answer, in vLLM's form",
         responses={200: _PLAIN_TEXT, **ANSWERING_ERRORS},
-        response_class=PlainTextResponse,
+        response_class=Response,
     )
     async def unload_adapter(body: UnloadAdapterRequest) -> Response:
         return PlainTextResponse(await loader.unload(body))
