@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from tightfit.core.errors import InvalidInputError
@@ -16,6 +17,7 @@ from tightfit.data.tools import Tool
 from tightfit.engines.protocol import (
     Delta,
     Done,
+    Engine,
     EngineInfo,
     Event,
     Failed,
@@ -100,6 +102,12 @@ class ScriptedEngine:
         return ticket
 
     def logits(self, tokens: Sequence[int]) -> Any:
+        raise NotImplementedError
+
+    def embed(self, tokens: Sequence[int]) -> Any:
+        raise NotImplementedError
+
+    def add_adapters(self, paths: Sequence[Path]) -> list[Engine]:
         raise NotImplementedError
 
     def tokenize(self, text: str) -> list[int]:

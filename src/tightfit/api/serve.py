@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tightfit.api.call import accepts_keywords
@@ -13,6 +16,7 @@ from tightfit.api.options.serving import DEFAULT_HOST, DEFAULT_PORT, ServeOption
 from tightfit.core.errors import UsageError
 from tightfit.core.files import write_atomic
 from tightfit.core.packages import require_packages
+from tightfit.core.text import shorten
 from tightfit.engines.open import open_engine
 from tightfit.engines.protocol import Engine
 from tightfit.runtime.model_files import find_artefact
@@ -68,13 +72,15 @@ class ModelServer:
         self._watcher = watcher
         self._artefacts = [find_artefact(target) for target in options.targets]
         self._names = name_models(self._artefacts, options.names or ())
+        self._adapters = read_adapters(options.adapters or (), self._names)
+        self._roots = read_roots(options.adapter_roots or ())
         bound = bind_socket(
             options.host or DEFAULT_HOST, DEFAULT_PORT if options.port is None else options.port
         )
         self._api_key, self._made_key = choose_key(options.api_key, is_loopback=bound.is_loopback)
         self._server: ApiServer = ApiServer(
             bound,
-            _settings(options, bound, self._api_key, watcher),
+            _settings(options, bound, self._api_key, self._roots, watcher),
             drain_seconds=DEFAULT_DRAIN_SECONDS if options.drain is None else options.drain,
             is_access_logged=options.access_log,
         )
@@ -95,20 +101,43 @@ class ModelServer:
         self._server.stop()
 
     def _load(self) -> list[LoadedModel]:
+        from tightfit.serving.http.adapters import count_file_bytes
+
         opened: dict[object, Engine] = {}
         loaded: list[LoadedModel] = []
+        takes_adapters = bool(self._adapters or self._roots)
+        adapter_bytes = sum(count_file_bytes(path) for path in self._adapters.values())
         try:
             for artefact, names in zip(self._artefacts, self._names, strict=True):
                 # The same files under two names are loaded once.
                 key = (artefact.kind, artefact.path.resolve())
                 if key not in opened:
                     self._watcher.loading(artefact.name)
-                    opened[key] = open_engine(engine_request(self._options, artefact))
+                    request = replace(
+                        engine_request(self._options, artefact),
+                        takes_adapters=takes_adapters,
+                        adapter_bytes=adapter_bytes,
+                    )
+                    opened[key] = open_engine(request)
                 loaded.append((opened[key], names))
+            loaded += self._load_adapters(list(opened.values()))
         except BaseException:
             for engine in opened.values():
                 engine.close()
             raise
+        return loaded
+
+    def _load_adapters(self, bases: list[Engine]) -> list[LoadedModel]:
+        from tightfit.serving.http.adapters import choose_base
+
+        chosen: dict[int, list[str]] = {}
+        for name, path in self._adapters.items():
+            chosen.setdefault(bases.index(choose_base(path, bases)), []).append(name)
+        loaded: list[LoadedModel] = []
+        for number, names in chosen.items():
+            self._watcher.loading(", ".join(names))
+            engines = bases[number].add_adapters([self._adapters[name] for name in names])
+            loaded += [(engine, (name,)) for engine, name in zip(engines, names, strict=True)]
         return loaded
 
     def _report_ready(self) -> None:
@@ -129,6 +158,38 @@ class ModelServer:
                 self._options.ready_file.unlink(missing_ok=True)
 
 
+def read_adapters(texts: Sequence[str], names: Sequence[Sequence[str]]) -> dict[str, Path]:
+    """Where each adapter lies, by its name."""
+    from tightfit.serving.http.adapters import find_adapter
+
+    taken = {name for each in names for name in each}
+    found: dict[str, Path] = {}
+    for text in texts:
+        name, _, path = text.partition("=")
+        if not name or not path:
+            raise UsageError(
+                f"`--adapter {shorten(text)}` names no adapter.", remedy="--adapter NAME=FOLDER"
+            )
+        if name in taken or name in found:
+            raise UsageError(
+                f"Two would be called `{shorten(name)}`.", remedy="give each a name of its own"
+            )
+        found[name] = find_adapter(Path(path).expanduser())
+    return found
+
+
+def read_roots(texts: Sequence[str]) -> tuple[Path, ...]:
+    """The folders that adapters may be loaded from."""
+    roots = tuple(Path(text).expanduser() for text in texts)
+    for root in roots:
+        if not root.is_dir():
+            raise UsageError(
+                f"`--adapter-root {shorten(str(root))}` is no folder.",
+                remedy="make it, or name the folder that holds the adapters",
+            )
+    return roots
+
+
 def choose_key(given: str | None, *, is_loopback: bool) -> tuple[str | None, str | None]:
     """The key that requests must send, and the same again where it was generated here."""
     key = given or os.environ.get(KEY_VARIABLE) or None
@@ -144,7 +205,11 @@ def choose_key(given: str | None, *, is_loopback: bool) -> tuple[str | None, str
 
 
 def _settings(
-    options: ServeOptions, bound: BoundSocket, api_key: str | None, watcher: ServeWatcher
+    options: ServeOptions,
+    bound: BoundSocket,
+    api_key: str | None,
+    adapter_roots: tuple[Path, ...],
+    watcher: ServeWatcher,
 ) -> ApiSettings:
     from tightfit.serving.http.app import ApiSettings
     from tightfit.serving.http.limits import ServerLimits
@@ -162,6 +227,7 @@ def _settings(
         api_key=api_key,
         host_names=(*LOOPBACK_NAMES, bound.host) if bound.is_loopback else None,
         cors_origins=tuple(origin.strip().rstrip("/") for origin in options.cors or ()),
+        adapter_roots=adapter_roots,
         limits=ServerLimits(**stated),
         report=watcher.message,
         report_error=watcher.request_failed,

@@ -28,9 +28,10 @@ def render_ready(ready: ServerReady) -> str:
 
 
 def _model_lines(model: ReadyModel) -> list[str]:
+    over = f" over {model.parent}" if model.parent else ""
     also = f" (also {', '.join(model.aliases)})" if model.aliases else ""
     return [
-        sanitize(f"{model.id}{also}: {model.format} on {model.engine}, {model.device}"),
+        sanitize(f"{model.id}{also}{over}: {model.format} on {model.engine}, {model.device}"),
         sanitize(f"  {model.why}"),
         f"  {model.max_context:,} tokens of prompt and answer, {model.num_slots} answers at once",
     ]

@@ -177,6 +177,8 @@ class ChatTokenizer:
     """Tokens at which generation ends: the tokenizer's and the generation config's."""
     begins_with: str | None
     """The token that the tokenizer itself puts before a text, usually BOS."""
+    ends_with: tuple[int, ...]
+    """Tokens that the tokenizer itself puts after a text: those of embedding models do."""
     is_encoder_decoder: bool
     notes: tuple[str, ...]
     _text: Any
@@ -303,6 +305,7 @@ def load_tokenizer(folder: Path) -> ChatTokenizer:
         aliased = build_tokenizer(alias_tokenizer(document, control.alias_of), path)
         moved = [a for a, number in control.ids.items() if aliased.token_to_id(a) != number]
         begins_with = _begin_token(text, control)
+        ends_with = _end_tokens(text)
     if moved:
         raise InvalidInputError(
             f"{path} numbers {len(moved)} special tokens in a way that cannot be kept, "
@@ -317,6 +320,7 @@ def load_tokenizer(folder: Path) -> ChatTokenizer:
         chat_templates=_chat_templates(folder, settings),
         stop_ids=stops,
         begins_with=begins_with,
+        ends_with=ends_with,
         is_encoder_decoder=bool(config.get("is_encoder_decoder"))
         or adapter.get("task_type") == "SEQ_2_SEQ_LM",
         notes=tuple(
@@ -691,6 +695,15 @@ def read_text(path: Path) -> str | None:
         return None if data is None else data.decode().replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
         raise InvalidInputError(f"{path} is not UTF-8: {error}.", remedy=_AGAIN) from error
+
+
+def _end_tokens(text: Any) -> tuple[int, ...]:
+    """What a plain `encode` puts last."""
+    num_bare = len(text.encode("a", add_special_tokens=False).ids)
+    mask = text.encode("a").special_tokens_mask
+    num_ending = next((n for n, is_special in enumerate(reversed(mask)) if not is_special), 0)
+    extra = len(mask) - num_bare
+    return tuple(text.encode("a").ids[-min(num_ending, extra) :]) if num_ending and extra else ()
 
 
 def _begin_token(text: Any, control: ControlTokens) -> str | None:

@@ -5,29 +5,32 @@ from __future__ import annotations
 import atexit
 import queue
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tightfit.core.errors import InvalidInputError
+from tightfit.core.errors import InvalidInputError, UsageError
 from tightfit.core.sampling import Sampling
+from tightfit.core.text import printable
 from tightfit.data.grammar import read_grammar, write_gbnf
 from tightfit.data.templates import Prompter, StopTextFilter
 from tightfit.data.tokenizer import OVERLONG_STARTS
+from tightfit.engines.adapters import Adapter, AdapterEngine
 from tightfit.engines.llama_process import LlamaProcess, LlamaSettings
 from tightfit.engines.open import EngineRequest, open_prompter
 from tightfit.engines.protocol import (
     BaseAnswer,
     BaseEngine,
+    Engine,
     EngineInfo,
     FinishReason,
     Listener,
+    Pooling,
     Request,
     Ticket,
     TokenLogprob,
-    check_tokens,
     choose_context,
     name_gpus,
 )
@@ -57,6 +60,12 @@ class LlamaFile:
     context: int | None
     """The model's context length."""
     num_vocabulary: int
+    pooling: Pooling | None
+    """That the file itself states."""
+
+
+_POOLINGS = {1: Pooling.MEAN, 3: Pooling.LAST}
+"""Source: `enum llama_pooling_type` in llama.h."""
 
 
 def read_llama_file(path: Path) -> LlamaFile:
@@ -89,6 +98,7 @@ def read_llama_file(path: Path) -> LlamaFile:
         num_vocabulary=embedding[1]
         if len(embedding) == 2
         else num_tokens or _read_int(first, "vocab_size") or 0,
+        pooling=_POOLINGS.get(_read_int(first, "pooling_type") or 0),
     )
 
 
@@ -199,6 +209,8 @@ class LlamaAnswer(BaseAnswer[StopTextFilter]):
         self._prompter = prompter
         self._max_new_tokens = max_new_tokens
         self._forbidden = forbidden
+        self.adapter: str | None = None
+        """The key of the adapter that computes it; None: the base alone."""
         self._reason: FinishReason | None = None
 
     def run(self, process: LlamaProcess) -> None:
@@ -213,7 +225,7 @@ class LlamaAnswer(BaseAnswer[StopTextFilter]):
         body["logit_bias"] += [[token, False] for token in self._forbidden]
         try:
             if not self.is_cancelled:
-                process.handle_completions(body, self._take)
+                process.handle_completions(body, self._take, self.adapter)
         except Exception as error:  # whatever is raised belongs to this answer
             self.fail(error)
         if self._reason is None and self.is_cancelled:
@@ -296,6 +308,29 @@ def _as_error(error: dict[str, Any]) -> Exception:
     return RuntimeError(f"llama.cpp: {message}")
 
 
+def check_gguf_adapter(path: Path, base: Path) -> GgufHeader:
+    """The header of a LoRA adapter whose every matrix fits one of the base's."""
+    header, model = read_gguf_header(path, is_adapter=True), read_gguf_header(base)
+    stated, wanted = (one.metadata.get("general.architecture") for one in (header, model))
+    shapes = {tensor.name: tensor.shape for tensor in model.tensors}
+    wrong = None if stated == wanted else f"it is of a {printable(str(stated), most=40)}"
+    if header.metadata.get("adapter.type") != "lora":
+        wrong = "it is not LoRA"
+    for tensor in header.tensors:
+        name, _, part = tensor.name.rpartition(".")
+        shape, place = shapes.get(name, ()), {"lora_a": 0, "lora_b": 1}.get(part)
+        if place is None or len(tensor.shape) < 2 or len(shape) < 2:
+            wrong = wrong or f"the base has no {printable(name, most=60)}"
+        elif tensor.shape[place] != shape[place]:
+            wrong = wrong or f"its {printable(tensor.name, most=60)} has another shape"
+    if wrong is not None or not header.tensors:
+        raise InvalidInputError(
+            f"The adapter {path} does not fit {base.name}: {wrong or 'it is empty'}.",
+            remedy="tightfit convert ADAPTER --to gguf-lora, from an adapter of this base",
+        )
+    return header
+
+
 # The engine.
 
 CPU_SLOTS, GPU_SLOTS = 4, 8
@@ -308,9 +343,15 @@ def open_llama(request: EngineRequest, *, why: str) -> LlamaEngine:
     """Load a GGUF file. `request.device` is decided: `cpu`, `cuda` or `cuda:N`."""
     file = read_llama_file(request.artefact.path)
     context = choose_context(request.context, file.context)
+    if request.pooling and file.pooling and file.pooling.value != request.pooling:
+        raise UsageError(
+            f"{file.path.name} states that its embeddings are pooled by `{file.pooling.value}`.",
+            remedy="leave --pooling out",
+        )
     is_gpu = request.device != "cpu" or bool(request.hosts)
     # As many as are worthwhile, within a share of the free memory.
-    room = read_machine().available_memory_bytes * SPARE_MEMORY_FRACTION
+    free = read_machine().available_memory_bytes - request.adapter_bytes
+    room = max(0, free) * SPARE_MEMORY_FRACTION
     most = int(room // max(1, file.kv_bytes_per_token * context))
     slots = request.slots or max(1, min(GPU_SLOTS if is_gpu else CPU_SLOTS, most))
     prompter = open_prompter(request)
@@ -337,18 +378,31 @@ def open_llama(request: EngineRequest, *, why: str) -> LlamaEngine:
         weight_bytes=file.weight_bytes,
         kv_bytes_per_token=file.kv_bytes_per_token,
         num_hosts=len(request.hosts),
+        pooling=Pooling(request.pooling or file.pooling or Pooling.MEAN),
     )
-    return LlamaEngine(process, info=info, prompter=prompter, file=file)
+    return LlamaEngine(
+        process, info=info, prompter=prompter, file=file, takes_adapters=request.takes_adapters
+    )
 
 
 class LlamaEngine(BaseEngine):
     """One GGUF file in a process, with as many worker threads as llama.cpp has slots."""
 
     def __init__(
-        self, process: LlamaProcess, *, info: EngineInfo, prompter: Prompter, file: LlamaFile
+        self,
+        process: LlamaProcess,
+        *,
+        info: EngineInfo,
+        prompter: Prompter,
+        file: LlamaFile,
+        takes_adapters: bool = False,
     ) -> None:
         super().__init__(info, prompter, num_vocabulary=file.num_vocabulary)
         self.process = process
+        self._file = file
+        self._takes_adapters = takes_adapters
+        self._adapters: tuple[str, ...] = ()
+        self._changing = threading.Lock()
         self._stop_ids = (*prompter.stop_ids, *process.facts.stop_ids)
         self._waiting: queue.SimpleQueue[LlamaAnswer | None] = queue.SimpleQueue()
         self._running: set[LlamaAnswer] = set()
@@ -361,14 +415,18 @@ class LlamaEngine(BaseEngine):
         atexit.register(self.close)
 
     def submit(self, request: Request, listener: Listener) -> Ticket:
+        return self.submit_with(request, listener, None)
+
+    def submit_with(self, request: Request, listener: Listener, adapter: Adapter | None) -> Ticket:
         answer = LlamaAnswer(
             request,
             listener,
-            prompter=self.prompter,
+            prompter=self.prompter if adapter is None else adapter.prompter,
             stop_ids=self._stop_ids,
             max_new_tokens=self._check_request(request),
             forbidden=self._overlong_starts if request.sampling.grammar is not None else (),
         )
+        answer.adapter = None if adapter is None else adapter.key
         with self._lock:
             self._check_open()
             self._running.add(answer)
@@ -380,16 +438,60 @@ class LlamaEngine(BaseEngine):
         return self.prompter.tokenizer.find_lone_bytes(OVERLONG_STARTS)
 
     def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        if not 0 < len(tokens) <= self.info.max_context:
-            raise InvalidInputError(
-                f"{len(tokens):,} tokens were given to score; 1 to "
-                f"{self.info.max_context:,} are possible.",
-                remedy="score the text in pieces, or allow more: --context N",
-            )
-        check_tokens(tokens, self.num_vocabulary)
+        return self.logits_with(tokens, None)
+
+    def logits_with(self, tokens: Sequence[int], adapter: Adapter | None) -> NDArray[np.float32]:
+        self._check_tokens(tokens, "score")
         with self._lock:
             self._check_open()
-        return self.process.logits(tokens)
+        return self.process.logits(tokens, None if adapter is None else adapter.key)
+
+    def add_adapters(self, paths: Sequence[Path]) -> list[Engine]:
+        if not self._takes_adapters:
+            return super().add_adapters(paths)
+        adapters = []
+        for path in paths:
+            header = check_gguf_adapter(path, self._file.path)
+            num_bytes = sum(tensor.num_bytes for tensor in header.tensors)
+            adapters.append(
+                Adapter(
+                    key=str(path.resolve()), path=path, num_bytes=num_bytes, prompter=self.prompter
+                )
+            )
+        self._change_adapters(lambda keys: (*keys, *(one.key for one in adapters)))
+        return [AdapterEngine(self, adapter, adapter.path.name) for adapter in adapters]
+
+    def drop_adapter(self, adapter: Adapter) -> None:
+        if not self._is_closed:
+
+            def without(keys: tuple[str, ...]) -> tuple[str, ...]:
+                at = keys.index(adapter.key)
+                return (*keys[:at], *keys[at + 1 :])
+
+            self._change_adapters(without)
+
+    def _change_adapters(self, change: Callable[[tuple[str, ...]], tuple[str, ...]]) -> None:
+        with self._changing:
+            changed = change(self._adapters)
+            if changed != self._adapters:
+                self.process.change_adapters(changed)
+                self._adapters = changed
+
+    def embed(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        return self.embed_with(tokens, None)
+
+    def embed_with(self, tokens: Sequence[int], adapter: Adapter | None) -> NDArray[np.float32]:
+        import numpy as np
+
+        self._check_tokens(tokens, "embed")
+        with self._lock:
+            self._check_open()
+        is_mean = self.info.pooling is Pooling.MEAN
+        key = None if adapter is None else adapter.key
+        values = self.process.embed(tokens, is_mean=is_mean, adapter=key)
+        found = np.array(values, dtype=np.float32)
+        unit: NDArray[np.float32] = found / np.float32(max(float(np.linalg.norm(found)), 1e-12))
+        return unit
 
     def tokenize(self, text: str) -> list[int]:
         with self._lock:

@@ -1,9 +1,10 @@
 """llama.cpp in a process of its own, so that a file or a request that crashes it ends nothing else.
 
 One line of JSON is one message. To the process: `LlamaSettings`, then `{id, complete: body}`,
-`{cancel: id}`, `{id, logits: tokens}`, `{id, tokenize: text}`. From it: `{opened: facts}` or
-`{error}`, then for each id `{id, chunk}` as often as llama.cpp has one, and at last `{id, done}` or
-`{id, error}`. Logits go through a file without a name that both have open.
+`{cancel: id}`, `{id, logits: tokens}`, `{id, embed: tokens, is_mean}`, `{id, tokenize: text}`.
+From it: `{opened: facts}` or `{error}`, then for each id `{id, chunk}` as often as llama.cpp has
+one, and at last `{id, done}` or `{id, error}`. Logits go through a file without a name that both
+have open.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import signal
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from queue import SimpleQueue
 from typing import IO, TYPE_CHECKING, Any
@@ -86,6 +87,8 @@ class LlamaSettings:
     """`cpu`, `cuda` or `cuda:N`."""
     threads: int | None = None
     hosts: tuple[str, ...] = ()
+    adapters: tuple[str, ...] = ()
+    """GGUF files of LoRA adapters, of which a request names at most one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +115,7 @@ class LlamaProcess:
         self._settings = settings
         self._lock = threading.Lock()
         self._scoring = threading.Lock()
+        self._changing = threading.Lock()
         self._is_closed = False
         self._life = _Life(settings)
         self.facts = self._life.facts
@@ -120,26 +124,55 @@ class LlamaProcess:
     def pid(self) -> int:
         return self._life.pid
 
-    def handle_completions(self, body: dict[str, Any], take: Take) -> None:
+    def handle_completions(
+        self, body: dict[str, Any], take: Take, adapter: str | None = None
+    ) -> None:
         """As `xllamacpp.Server` has it: returns when the stream has ended."""
-        self._alive().ask({"complete": body}, take)
+        with self._using() as life:
+            # Without this field every adapter would change the answer.
+            known = life.settings.adapters
+            at = None if adapter is None else known.index(adapter)
+            lora = [{"id": place, "scale": float(place == at)} for place in range(len(known))]
+            life.ask({"complete": body | {"lora": lora}}, take)
 
-    def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+    def change_adapters(self, adapters: tuple[str, ...]) -> None:
+        """Answer with these from now on.
+
+        llama.cpp takes adapters only where it opens a model: another process does, over the same
+        mapped file, and this one ends with the last answer that it has begun.
+        """
+        with self._changing:
+            changed = replace(self._settings, adapters=adapters)
+            life = _Life(changed)
+            with self._lock:
+                before, self._life, self._settings = self._life, life, changed
+                before.is_retired = True
+                is_idle = before.num_users == 0
+            if is_idle:
+                before.end()
+
+    def logits(self, tokens: Sequence[int], adapter: str | None = None) -> NDArray[np.float32]:
         """Scores of every next token after each of `tokens`."""
         import numpy as np
 
-        with self._scoring:
-            life = self._alive()
-            num_columns = int(life.ask({"logits": list(tokens)}))
+        with self._scoring, self._using() as life:
+            num_columns = int(life.ask({"logits": list(tokens), "adapter": adapter}))
             count = len(tokens) * num_columns
             life.scores.seek(0)
             found = np.fromfile(life.scores, dtype=np.float32, count=count)
             life.scores.truncate(0)
         return found.reshape(len(tokens), num_columns)
 
+    def embed(
+        self, tokens: Sequence[int], *, is_mean: bool, adapter: str | None = None
+    ) -> list[float]:
+        with self._scoring, self._using() as life:
+            question = {"embed": list(tokens), "is_mean": is_mean, "adapter": adapter}
+            return [float(value) for value in life.ask(question)]
+
     def tokenize(self, text: str) -> list[int]:
-        with self._scoring:
-            return [int(token) for token in self._alive().ask({"tokenize": text})]
+        with self._scoring, self._using() as life:
+            return [int(token) for token in life.ask({"tokenize": text})]
 
     def close(self) -> None:
         """End the process. Safe to call twice."""
@@ -151,6 +184,19 @@ class LlamaProcess:
         """Whether this is the thread that calls `Take`, which cannot wait for its own end."""
         return self._life.is_reader()
 
+    @contextlib.contextmanager
+    def _using(self) -> Iterator[_Life]:
+        """The process that answers now; it does not end before the block does."""
+        life = self._alive()
+        try:
+            yield life
+        finally:
+            with self._lock:
+                life.num_users -= 1
+                is_last = life.is_retired and life.num_users == 0
+            if is_last:
+                life.end()
+
     def _alive(self) -> _Life:
         with self._lock:
             if self._life.error is not None and not self._is_closed:
@@ -159,6 +205,7 @@ class LlamaProcess:
                     self._life = _Life(self._settings)
                 except UserError as error:
                     raise EngineLostError(error.problem, remedy=error.remedy) from error
+            self._life.num_users += 1
             return self._life
 
 
@@ -171,7 +218,10 @@ class _Life:
     """A process from its start to its end."""
 
     def __init__(self, settings: LlamaSettings) -> None:
-        self._settings = settings
+        self.settings = settings
+        self.num_users = 0
+        self.is_retired = False
+        """Others have taken its place."""
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._open: dict[int, tuple[Take, SimpleQueue[Message | None]]] = {}
@@ -221,7 +271,7 @@ class _Life:
 
     def _run(self) -> None:
         """Start the process and pass its messages on until it ends."""
-        number, path = self.scores.fileno(), Path(self._settings.path)
+        number, path = self.scores.fileno(), Path(self.settings.path)
         words = module_words("tightfit.engines.llama_process", str(number))
         try:
             child = self._child = ChildProcess(
@@ -241,7 +291,7 @@ class _Life:
             )
             return
         self.pid = child.pid
-        child.send(asdict(self._settings))
+        child.send(asdict(self.settings))
         messages = iter(child)
         first = next(messages, None)
         if first is None:
@@ -273,9 +323,9 @@ class _Life:
 
     def _explain_opening(self, child: ChildProcess) -> UserError:
         """It ended before it had loaded the file."""
-        path, code = self._settings.path, child.wait(END_SECONDS)
-        if self._settings.hosts:
-            return describe_lost_host(self._settings.hosts)
+        path, code = self.settings.path, child.wait(END_SECONDS)
+        if self.settings.hosts:
+            return describe_lost_host(self.settings.hosts)
         if code == -signal.SIGKILL and not child.is_late:  # which says nothing of the file
             return SetupError(
                 f"The process that opens {path} was killed, as the system does where memory runs "
@@ -293,8 +343,8 @@ class _Life:
         code = child.wait(END_SECONDS)
         if self._is_ending:
             return EngineLostError("llama.cpp was closed.", remedy="start the command again")
-        if self._settings.hosts:
-            lost = describe_lost_host(self._settings.hosts)
+        if self.settings.hosts:
+            lost = describe_lost_host(self.settings.hosts)
             return EngineLostError(lost.problem, remedy=lost.remedy)
         if code == -signal.SIGKILL:
             return EngineLostError(
@@ -304,7 +354,7 @@ class _Life:
         name = signal.Signals(-code).name if code is not None and code < 0 else f"exit {code}"
         last = child.last_line
         return EngineLostError(
-            f"llama.cpp crashed ({name}) on {Path(self._settings.path).name}"
+            f"llama.cpp crashed ({name}) on {Path(self.settings.path).name}"
             + (f": {last}" if last else "."),
             remedy="send it again, which loads the file anew; if it crashes each time, leave out "
             "what was sent last, or make or fetch the file again",
@@ -331,7 +381,8 @@ def main() -> int:
     if first is None:
         return 0
     try:
-        worker = _Worker(LlamaSettings(**{**first, "hosts": tuple(first["hosts"])}), send, scores)
+        lists = {name: tuple(first[name]) for name in ("hosts", "adapters")}
+        worker = _Worker(LlamaSettings(**{**first, **lists}), send, scores)
         send({"opened": asdict(worker.facts)})
     except Exception as error:
         send({"error": error_to_message(error)})
@@ -376,7 +427,11 @@ class _Worker:
             if "complete" in message:
                 self._complete(number, message["complete"])
             elif "logits" in message:
-                done = self._score(message["logits"])
+                done = self._score(message["logits"], message["adapter"])
+            elif "embed" in message:
+                tokens = message["embed"]
+                scorer = self._open_scorer(len(tokens), message["adapter"])
+                done = scorer.embed(tokens, is_mean=message["is_mean"]).tolist()
             else:
                 done = self._open_scorer(1).tokenize(message["tokenize"])
             self._send({"id": number, "done": done})
@@ -392,15 +447,15 @@ class _Worker:
 
         self._server.handle_completions(body, pass_on)
 
-    def _score(self, tokens: Sequence[int]) -> int:
+    def _score(self, tokens: Sequence[int], adapter: str | None) -> int:
         """Write the logits; returns how many each position has."""
-        found = self._open_scorer(len(tokens)).logits(tokens)
+        found = self._open_scorer(len(tokens), adapter).logits(tokens)
         self._scores.seek(0)
         self._scores.write(found.tobytes())
         self._scores.flush()
         return int(found.shape[1])
 
-    def _open_scorer(self, num_tokens: int) -> LlamaModel:
+    def _open_scorer(self, num_tokens: int, adapter: str | None = None) -> LlamaModel:
         """A second model of the same file; its mapped pages are shared with the server's.
 
         Asked by one thread at a time.
@@ -411,9 +466,13 @@ class _Worker:
                 self._scorer.close()
                 self._scorer = None
             self._scorer = LlamaModel(
-                Path(self._settings.path), num_positions=positions, num_threads=choose_threads(None)
+                Path(self._settings.path),
+                num_positions=positions,
+                num_threads=choose_threads(None),
+                adapters=[Path(path) for path in self._settings.adapters],
             )
             self._scorer_positions = positions
+        self._scorer.use_adapter(None if adapter is None else Path(adapter))
         return self._scorer
 
 
@@ -454,6 +513,8 @@ def _make_parameters(settings: LlamaSettings) -> Any:
     made.cpuparams_batch.n_threads = threads
     made.n_threads_http = 1
     made.verbosity = -1
+    info = xllamacpp.CommonAdapterLoraInfo
+    made.lora_adapters = [info(path, 1.0) for path in settings.adapters]
     made.warmup = False  # probing the stop tokens warms up
     made.cache_ram_mib = 0  # prompts stay in their slots; no second copy in RAM
     made.cache_idle_slots = False
@@ -475,6 +536,7 @@ def _probe_stop_ids(server: Any) -> tuple[int, ...]:
     chunks: list[dict[str, Any]] = []
     body = {
         "prompt": [0],
+        "lora": [],
         "max_tokens": 1,
         "ignore_eos": True,
         "stream": True,

@@ -19,6 +19,8 @@ from tightfit.runtime.llama_cpp import REMEDY as LLAMA_REMEDY
 from tightfit.runtime.llama_cpp import has_llama
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from tightfit.data.templates import Prompter
     from tightfit.engines.protocol import Engine
     from tightfit.runtime.model_files import Artefact
@@ -45,6 +47,12 @@ class EngineRequest:
     """`host:port` of llama.cpp's RPC servers."""
     template: str | None = None
     """Name or file of another chat template. None: the artefact's."""
+    pooling: str | None = None
+    """`mean` or `last`, of embeddings. None: as the model states, else the mean."""
+    takes_adapters: bool = False
+    """LoRA adapters may be added to it."""
+    adapter_bytes: int = 0
+    """Memory that they will take, which no slot may."""
     needs_logits: bool = False
     """Choose only an engine that computes logits of whole texts, as `verify` needs."""
 
@@ -237,6 +245,16 @@ def open_prompter(request: EngineRequest) -> Prompter:
 
     tokenizer = load_tokenizer(request.artefact.tokenizer)
     return Prompter(tokenizer, request.template or request.artefact.template)
+
+
+def open_adapter_prompter(engine: Engine, folder: Path) -> Prompter:
+    """The adapter's own tokenizer and template where it has them, else its base's."""
+    from tightfit.data.templates import Prompter
+    from tightfit.data.tokenizer import load_tokenizer
+
+    if not (folder / "tokenizer.json").is_file():
+        return engine.prompter
+    return Prompter(load_tokenizer(folder), None)
 
 
 def read_gptq_bits(artefact: Artefact) -> int | None:

@@ -15,11 +15,13 @@ from functools import partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-from tightfit.core.errors import InvalidInputError, SetupError, UserError
+from tightfit.core.errors import InvalidInputError, SetupError, UsageError, UserError
 from tightfit.core.sampling import Sampling
 from tightfit.data.templates import StopTextFilter, TextStream
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     import numpy as np
     from numpy.typing import NDArray
 
@@ -108,6 +110,13 @@ class Ticket(Protocol):
         """End the answer soon, with `FinishReason.CANCELLED`. Does nothing once it has ended."""
 
 
+class Pooling(str, Enum):
+    """Which of a text's hidden states, after the last layer and its norm, are its embedding."""
+
+    MEAN = "mean"
+    LAST = "last"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
     """What is loaded, and where."""
@@ -133,6 +142,8 @@ class EngineInfo:
     kv_bytes_per_token: int
     num_hosts: int = 0
     """Other machines that hold a part of the model."""
+    pooling: Pooling = Pooling.MEAN
+    """Of embeddings."""
 
 
 class Engine(Protocol):
@@ -163,6 +174,17 @@ class Engine(Protocol):
         """Logits of the next token after each of `tokens`: (len(tokens), vocabulary), fp32.
 
         Raises `UserError` as `submit` does.
+        """
+        ...
+
+    def embed(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        """The text's embedding by `info.pooling`, of length 1: (width,), fp32."""
+        ...
+
+    def add_adapters(self, paths: Sequence[Path]) -> list[Engine]:
+        """Load LoRA adapters over this model; each is an engine, whose `close` drops it.
+
+        Raises `UserError` where one cannot be loaded, and then loads none.
         """
         ...
 
@@ -422,6 +444,28 @@ class BaseEngine:
 
     def tokenize(self, text: str) -> list[int]:
         return self.prompter.tokenizer.encode(text)
+
+    def embed(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        del tokens
+        raise UsageError(
+            f"{self.info.engine} computes no embeddings here.", remedy="--engine transformers"
+        )
+
+    def add_adapters(self, paths: Sequence[Path]) -> list[Engine]:
+        raise UsageError(
+            f"{self.info.engine} does not load {paths[0]} beside {self.info.model} here.",
+            remedy="serve it as a model of its own",
+        )
+
+    def _check_tokens(self, tokens: Sequence[int], purpose: str) -> None:
+        """Raise for a text that is not to be computed as a whole."""
+        if not 0 < len(tokens) <= self.info.max_context:
+            raise InvalidInputError(
+                f"{len(tokens):,} tokens were given to {purpose}; 1 to "
+                f"{self.info.max_context:,} are possible.",
+                remedy=f"{purpose} the text in pieces, or allow more: --context N",
+            )
+        check_tokens(tokens, self.num_vocabulary)
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -202,6 +202,8 @@ class InterruptibleEngine:
         self.prompter = engine.prompter
         self.num_vocabulary = engine.num_vocabulary
         self.logits = engine.logits
+        self.embed = engine.embed
+        self.add_adapters = engine.add_adapters
         self.tokenize = engine.tokenize
         self.close = engine.close
         self.is_stopped = False

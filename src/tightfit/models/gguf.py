@@ -90,9 +90,11 @@ class GgufHeader:
     file_bytes: int
 
 
-def read_gguf_header(path: Path, *, keeps_arrays: bool = False) -> GgufHeader:
+def read_gguf_header(
+    path: Path, *, keeps_arrays: bool = False, is_adapter: bool = False
+) -> GgufHeader:
     """Read a model's metadata and tensor list. A file that is no GGUF, cut short, corrupt or an
-    adapter is one error.
+    adapter is one error; with `is_adapter`, one that is none is.
 
     Vocabularies are read only with `keeps_arrays`.
     """
@@ -107,7 +109,12 @@ def read_gguf_header(path: Path, *, keeps_arrays: bool = False) -> GgufHeader:
             f"Cannot read {path}: {error}.",
             remedy="check that the file exists and that you may read it",
         ) from error
-    if header.metadata.get("general.type") == "adapter":
+    if is_adapter and header.metadata.get("general.type") != "adapter":
+        raise InvalidInputError(
+            f"{path} is a model, not an adapter.",
+            remedy="tightfit convert ADAPTER --to gguf-lora",
+        )
+    if header.metadata.get("general.type") == "adapter" and not is_adapter:
         raise InvalidInputError(
             f"{path} is an adapter, not a model.",
             remedy="name the adapter's own folder; llama.cpp loads this file beside its base's: "

@@ -87,26 +87,31 @@ def add_adapters(model: PreTrainedModel, strategy: Strategy, training: Training)
     return adapted
 
 
-def load_adapter(model: PreTrainedModel, folder: Path) -> PeftModel:
-    """The model with the adapter of `folder`, in the dtype it was saved in."""
+def load_adapter(model: Any, folder: Path, *, name: str = "default") -> PeftModel:
+    """The model with the adapter of `folder`, in the dtype it was saved in.
+
+    A model that has adapters gets one more, of another name.
+    """
     silence_libraries()  # before the import that prints
     from peft import PeftModel
 
     from tightfit.runtime.kernels.experts import group_adapters
     from tightfit.runtime.packed_experts import as_values
 
-    _check_adapter_files(folder)
+    check_adapter_files(folder)
     num_rows = find_adapter_rows(model, folder)
     if num_rows is not None:
         grow_rows(model, num_rows)
     try:
         with as_values(model, model.dtype), _without_peft_warnings():
-            adapted: PeftModel = PeftModel.from_pretrained(
-                model,
-                str(folder),
-                autocast_adapter_dtype=False,
-                local_files_only=True,
-            )
+            options: dict[str, Any] = {
+                "adapter_name": name, "autocast_adapter_dtype": False, "local_files_only": True
+            }  # fmt: skip
+            if isinstance(model, PeftModel):
+                model.load_adapter(str(folder), **options)
+                adapted = model
+            else:
+                adapted = PeftModel.from_pretrained(model, str(folder), **options)
     except (RuntimeError, ValueError, KeyError, TypeError, AttributeError, Warning) as error:
         raise InvalidInputError(
             f"The adapter in {folder} does not fit this model: {first_line(error)}.",
@@ -431,7 +436,8 @@ def _is_row(value: object) -> bool:
     return type(value) is int and 0 <= value < MAX_VOCAB
 
 
-def _check_adapter_files(folder: Path) -> None:
+def check_adapter_files(folder: Path) -> None:
+    """Raise where the settings or the weights are missing or damaged."""
     from tightfit.runtime.tensor_files import find_weights_error
 
     check_adapter_config(folder)

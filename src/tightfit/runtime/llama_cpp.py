@@ -190,10 +190,20 @@ class _Batch(ctypes.Structure):
     )
 
 
+EMBEDDED_POSITIONS = 512
+
+
 class LlamaModel:
     """One GGUF file in memory with a context of its own. Not for several threads at once."""
 
-    def __init__(self, path: Path, *, num_positions: int = 512, num_threads: int = 1) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        num_positions: int = 512,
+        num_threads: int = 1,
+        adapters: Sequence[Path] = (),
+    ) -> None:
         self._library = _declare(load_library())
         self._num_positions = num_positions
         self._context = None
@@ -205,6 +215,8 @@ class LlamaModel:
                 f"llama.cpp cannot load {path}.",
                 remedy="make or fetch the file again; `tightfit models FILE` shows what is in it",
             )
+        # Before the context, whose graphs are sized for them. The model frees them with itself.
+        self._adapters = {path: self._load_adapter(path) for path in adapters}
         self._vocabulary = self._library.llama_model_get_vocab(self._model)
         self._context = self._make_context(num_threads)
         self._batch = self._library.llama_batch_init(num_positions, 0, 1)
@@ -217,24 +229,76 @@ class LlamaModel:
         """Scores of every next token after each of `tokens`, from an empty cache."""
         import numpy as np
 
-        if not 0 < len(tokens) <= self._num_positions:
-            raise ValueError(f"{len(tokens)} tokens, where 1 to {self._num_positions} fit")
-        batch = self._batch
-        for place, token in enumerate(tokens):
-            batch.token[place] = token
-            batch.pos[place] = place
-            batch.n_seq_id[place] = 1
-            batch.seq_id[place][0] = 0
-            batch.logits[place] = 1
-        batch.n_tokens = len(tokens)
-        self._library.llama_memory_clear(self._library.llama_get_memory(self._context), True)
-        code = self._library.llama_decode(self._context, batch)
-        if code != 0:
-            raise RuntimeError(f"llama_decode returned {code}")
+        self._clear(tokens)
+        self._decode(tokens, 0)
         scores = self._library.llama_get_logits(self._context)
         shape = (len(tokens), self.num_vocabulary)
         copied: NDArray[np.float32] = np.ctypeslib.as_array(scores, shape).copy()
         return copied
+
+    def embed(self, tokens: Sequence[int], *, is_mean: bool) -> NDArray[np.float32]:
+        """The mean of the last hidden states, or the last one: (width,)."""
+        import numpy as np
+
+        library, context = self._library, self._context
+        width = int(library.llama_model_n_embd(self._model))
+        total: NDArray[np.float32] = np.zeros(width, dtype=np.float32)
+        self._clear(tokens)
+        library.llama_set_embeddings(context, True)
+        try:
+            # In pieces: beside the states, the scores of a piece are held.
+            for start in range(0, len(tokens), EMBEDDED_POSITIONS):
+                piece = tokens[start : start + EMBEDDED_POSITIONS]
+                self._decode(piece, start)
+                if library.llama_pooling_type(context):  # the file itself states one
+                    found = np.ctypeslib.as_array(
+                        library.llama_get_embeddings_seq(context, 0), (width,)
+                    )
+                    last, mean = found, found
+                else:
+                    states = np.ctypeslib.as_array(
+                        library.llama_get_embeddings(context), (len(piece), width)
+                    )
+                    last, mean = states[-1], states.mean(axis=0)
+                total = total + mean * len(piece) if is_mean else last.copy()
+        finally:
+            library.llama_set_embeddings(context, False)
+        return total / np.float32(len(tokens)) if is_mean else total
+
+    def _load_adapter(self, path: Path) -> int:
+        loaded = self._library.llama_adapter_lora_init(self._model, str(path).encode())
+        if not loaded:
+            self.close()
+            raise InvalidInputError(
+                f"llama.cpp cannot load the adapter {path}.", remedy="make the file again"
+            )
+        return int(loaded)
+
+    def use_adapter(self, path: Path | None) -> None:
+        """Compute with one of the adapters, or with none, from now on."""
+        count = 0 if path is None else 1
+        handles = (ctypes.c_void_p * 1)(self._adapters[path] if path is not None else None)
+        scales = (ctypes.c_float * 1)(1.0)
+        self._library.llama_set_adapters_lora(self._context, handles, count, scales)
+
+    def _clear(self, tokens: Sequence[int]) -> None:
+        if not 0 < len(tokens) <= self._num_positions:
+            raise ValueError(f"{len(tokens)} tokens, where 1 to {self._num_positions} fit")
+        self._library.llama_memory_clear(self._library.llama_get_memory(self._context), True)
+
+    def _decode(self, tokens: Sequence[int], start: int) -> None:
+        """Compute tokens that follow the first `start`."""
+        batch = self._batch
+        for place, token in enumerate(tokens):
+            batch.token[place] = token
+            batch.pos[place] = start + place
+            batch.n_seq_id[place] = 1
+            batch.seq_id[place][0] = 0
+            batch.logits[place] = 1
+        batch.n_tokens = len(tokens)
+        code = self._library.llama_decode(self._context, batch)
+        if code != 0:
+            raise RuntimeError(f"llama_decode returned {code}")
 
     def tokenize(self, text: str) -> list[int]:
         """By the file's own tokenizer; control tokens count wherever they stand; none is added."""
@@ -297,6 +361,16 @@ def _declare(library: ctypes.CDLL) -> ctypes.CDLL:
         "llama_batch_free": (None, [_Batch]),
         "llama_decode": (number, [pointer, _Batch]),
         "llama_get_logits": (ctypes.POINTER(ctypes.c_float), [pointer]),
+        "llama_adapter_lora_init": (pointer, [pointer, ctypes.c_char_p]),
+        "llama_set_adapters_lora": (
+            number,
+            [pointer, ctypes.POINTER(pointer), ctypes.c_size_t, ctypes.POINTER(ctypes.c_float)],
+        ),
+        "llama_set_embeddings": (None, [pointer, flag]),
+        "llama_get_embeddings": (ctypes.POINTER(ctypes.c_float), [pointer]),
+        "llama_get_embeddings_seq": (ctypes.POINTER(ctypes.c_float), [pointer, number]),
+        "llama_pooling_type": (number, [pointer]),
+        "llama_model_n_embd": (number, [pointer]),
         "llama_tokenize": (
             number,
             [pointer, ctypes.c_char_p, number, ctypes.POINTER(number), number, flag, flag],

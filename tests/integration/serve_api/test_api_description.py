@@ -73,6 +73,9 @@ def test_the_description_tells_every_error_and_its_body(server: ServerProcess) -
     assert set(reported["paths"]) == {
         "/v1/chat/completions",
         "/v1/completions",
+        "/v1/embeddings",
+        "/v1/load_lora_adapter",
+        "/v1/unload_lora_adapter",
         "/v1/messages",
         "/v1/messages/count_tokens",
         "/v1/responses",

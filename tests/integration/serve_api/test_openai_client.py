@@ -16,6 +16,8 @@ pytest_plugins = ("api_served",)
 
 IGNORE_EOS = {"ignore_eos": True}
 QUESTION = "How many singers are older than the average?"
+LOGPROB_TOLERANCE = {"plain": 2e-3, "gguf": 0.05}
+"""llama.cpp rounds activations between its products; transformers is the reference itself."""
 
 
 def _messages(text: str = QUESTION) -> Any:
@@ -161,6 +163,23 @@ def reference(tiny: tuple[Path, Path]) -> Any:
     return score
 
 
+@pytest.fixture(scope="module")
+def reference_states(tiny: tuple[Path, Path]) -> Any:
+    """Last hidden states of a token sequence by transformers itself: (tokens, width)."""
+    import torch
+    import transformers
+
+    library: Any = transformers
+    model = library.AutoModelForCausalLM.from_pretrained(tiny[0], dtype=torch.float32)
+
+    def compute(tokens: list[int]) -> Any:
+        with torch.inference_mode():
+            output = model(torch.tensor([tokens]), output_hidden_states=True)
+        return output.hidden_states[-1][0]
+
+    return compute
+
+
 def _tokens(server: ServerProcess, **body: Any) -> list[int]:
     answer = httpx.post(f"{server.url}/tokenize", json=body, trust_env=False, timeout=60)
     assert answer.status_code == 200, answer.text
@@ -190,9 +209,10 @@ def test_log_probabilities_are_the_models_own(
     prompt = _tokens(server, model=model, messages=_messages())
     scores = reference(prompt + [60] * 3)[-4:].log_softmax(-1)
     for at, entry in enumerate(entries):
-        assert entry.logprob == pytest.approx(float(scores[at, 60]), abs=0.05)
+        near = LOGPROB_TOLERANCE[model]
+        assert entry.logprob == pytest.approx(float(scores[at, 60]), abs=near)
         best = scores[at].topk(3).values.tolist()
-        assert [one.logprob for one in entry.top_logprobs] == pytest.approx(best, abs=0.05)
+        assert [one.logprob for one in entry.top_logprobs] == pytest.approx(best, abs=near)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -274,6 +294,55 @@ def test_penalties_and_biases_change_the_scores(
     text = httpx.post(f"{server.url}/detokenize", json=back, trust_env=False, timeout=60).json()
     assert answer.choices[0].text == text["prompt"]
     assert plain.choices[0].text != text["prompt"]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_embeddings_are_the_mean_of_the_last_hidden_states(
+    server: ServerProcess, client: OpenAI, reference_states: Any, model: str
+) -> None:
+    texts = ["The quick brown fox", "SELECT name FROM singer"]
+    tokens = [_tokens(server, model=model, prompt=text) for text in texts]
+    near = 1e-5 if model == "plain" else 5e-3
+    wanted = [reference_states(one).mean(0) for one in tokens]
+    wanted = [(state / state.norm()).tolist() for state in wanted]
+    # This client asks for base64 by itself.
+    found = client.embeddings.create(model=model, input=texts)
+    assert [one.index for one in found.data] == [0, 1]
+    for one, state in zip(found.data, wanted, strict=True):
+        assert one.embedding == pytest.approx(state, abs=near)
+    assert found.usage.prompt_tokens == found.usage.total_tokens == sum(map(len, tokens))
+    alone = client.embeddings.create(model=model, input=texts[0], encoding_format="float")
+    assert alone.data[0].embedding == pytest.approx(found.data[0].embedding, abs=1e-6)
+    given: Any
+    for given in (tokens, tokens[0]):
+        by_token = client.embeddings.create(model=model, input=given).data[0].embedding
+        assert by_token == pytest.approx(found.data[0].embedding, abs=1e-6)
+    long = [5 + at % 300 for at in range(1000)]
+    state = reference_states(long).mean(0)
+    (whole,) = client.embeddings.create(model=model, input=long).data
+    assert whole.embedding == pytest.approx((state / state.norm()).tolist(), abs=near)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_embeddings_beyond_the_limits_are_refused(client: OpenAI, model: str) -> None:
+    width = len(client.embeddings.create(model=model, input="a").data[0].embedding)
+    assert client.embeddings.create(model=model, input="a", dimensions=width).data
+    refused: list[tuple[Any, str]] = [
+        ({"input": "a", "dimensions": width - 1}, "unsupported_parameter"),
+        ({"input": "word " * 3000}, "context_length_exceeded"),
+        ({"input": ["a", ""]}, "invalid_value"),
+        ({"input": []}, "invalid_value"),
+        ({"input": ["a"] * 2049}, "invalid_value"),
+        ({"input": [[5] * 1000] * 301}, "max_tokens_per_request"),
+        ({"input": [10**6]}, "invalid_request"),
+        ({"input": "a", "encoding_format": "hex"}, "invalid_value"),
+    ]
+    for settings, code in refused:
+        with pytest.raises(openai.BadRequestError) as error:
+            client.embeddings.create(model=model, **settings)
+        assert error.value.code == code, settings
+    with pytest.raises(openai.NotFoundError):
+        client.embeddings.create(model="gpt-9", input="a")
 
 
 def test_models_are_listed(client: OpenAI) -> None:

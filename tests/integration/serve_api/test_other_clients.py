@@ -204,6 +204,29 @@ def test_langchain(
 
 
 @pytest.mark.parametrize("model", MODELS)
+def test_langchains_embeddings(
+    server: ServerProcess, openai_client: Any, http_client: httpx.Client, model: str
+) -> None:
+    from langchain_openai import OpenAIEmbeddings
+
+    texts = [QUESTION, SYSTEM]
+    direct = openai_client.embeddings.create(model=model, input=texts)
+    make: Any = OpenAIEmbeddings
+    embeddings = make(
+        base_url=f"{server.url}/v1",
+        api_key="none",
+        model=model,
+        max_retries=0,
+        http_client=http_client,
+        check_embedding_ctx_length=False,  # or it makes tokens of OpenAI's own vocabulary
+    )
+    found = embeddings.embed_documents(texts)
+    for one, wanted in zip(found, direct.data, strict=True):
+        assert one == pytest.approx(wanted.embedding, abs=1e-6)
+    assert embeddings.embed_query(SYSTEM) == pytest.approx(found[1], abs=1e-6)
+
+
+@pytest.mark.parametrize("model", MODELS)
 def test_llm(server: ServerProcess, openai_client: Any, tmp_path: Path, model: str) -> None:
     known = [{"model_id": "here", "model_name": model, "api_base": f"{server.url}/v1"}]
     (tmp_path / "extra-openai-models.yaml").write_text(json.dumps(known))

@@ -253,7 +253,7 @@ def test_unknown_model_lists_those_there_are(served: Served) -> None:
     _error(served.http.get("/v1/models/a/b%2Fc"), 404)
 
 
-@pytest.mark.parametrize("path", ["/", "/docs", "/redoc", "/v1", "/v1/embeddings", "/v1/chat"])
+@pytest.mark.parametrize("path", ["/", "/docs", "/redoc", "/v1", "/v1/images", "/v1/chat"])
 def test_unknown_paths(served: Served, path: str) -> None:
     assert _error(served.http.get(path), 404).code == "unknown_url"
 

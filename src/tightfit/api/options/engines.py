@@ -222,6 +222,7 @@ def engine_request(options: ModelOptions, artefact: Artefact) -> EngineRequest:
         threads=options.threads,
         hosts=read_hosts(getattr(options, "hosts", None)),
         template=read_template(options.settings or ()),
+        pooling=getattr(options, "pooling", None),
     )
 
 

@@ -25,6 +25,7 @@ from tightfit.core.options import (
     path_option,
     switch_option,
     text_option,
+    word_option,
 )
 
 # A verb's first options are in a class of their own: a dataclass lists the fields of its bases
@@ -164,6 +165,7 @@ Examples:
   tightfit serve runs/sql
   tightfit serve model.Q4_K_M.gguf --name assistant --parallel 8
   tightfit serve ./base runs/sql --name base --name tuned --port 0 --json
+  tightfit serve ./base --adapter sql=runs/sql --adapter chat=runs/chat
   TIGHTFIT_API_KEY=... tightfit serve runs/sql --host 0.0.0.0
 """
 
@@ -210,12 +212,31 @@ class ServeOptions(EngineOptions, _ServeTarget):
     """Answer HTTP requests as OpenAI's API does.
 
     Listens on this machine alone unless --host says otherwise; then every request needs a
-    bearer token. Paths: /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics and
-    /openapi.json. Nothing is sent anywhere else.
+    bearer token. Paths: /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages,
+    /v1/embeddings, /v1/models, /health, /metrics and /openapi.json. Nothing is sent anywhere else.
 
     A signal lets answers end for --drain seconds, then stops them.
     """
 
+    adapters: list[str] | None = text_option(
+        "NAME=PATH",
+        "Serve a LoRA adapter over the model under this name: a run, an adapter's folder, or for "
+        "llama.cpp its GGUF file. Repeatable; all share the model's weights.",
+        example="sql=runs/sql",
+        name="--adapter",
+    )
+    adapter_roots: list[str] | None = text_option(
+        "FOLDER",
+        "Let requests load adapters that lie below this folder, and drop them. Repeatable. "
+        "[default: none]",
+        example="adapters",
+        name="--adapter-root",
+    )
+    pooling: str | None = word_option(
+        ("mean", "last"),
+        "Hidden states that are a text's embedding: the mean of all, or the last token's. "
+        "[default: what the model's files state, else mean]",
+    )
     max_queue: int | None = count_option(
         "Answers that may wait for a slot, for each model; more get 503. [default: 128]",
         most=1_000_000,

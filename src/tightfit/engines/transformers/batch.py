@@ -160,6 +160,7 @@ class RunningAnswer(BaseAnswer[TextStream]):
         *,
         max_context: int,
         constraint: Constraint | None = None,
+        adapter: str | None = None,
     ) -> None:
         self.sampling: Sampling = request.sampling
         super().__init__(
@@ -169,6 +170,8 @@ class RunningAnswer(BaseAnswer[TextStream]):
             TextStream(prompter, self.sampling.stop, request.kept_control),
         )
         self.constraint = constraint
+        self.adapter = adapter
+        """The key of the adapter that computes it; None: the base alone."""
         self.tokens: list[int] = []
         """All new tokens so far, the stop token included."""
         self.seed = random.getrandbits(63) if self.sampling.seed is None else self.sampling.seed
@@ -241,9 +244,17 @@ class ContinuousBatcher:
     """
 
     def __init__(
-        self, rows: BatchRows, *, num_slots: int, prefill_tokens: int, overlaps: bool = False
+        self,
+        rows: BatchRows,
+        *,
+        num_slots: int,
+        prefill_tokens: int,
+        overlaps: bool = False,
+        select: Callable[[Sequence[str | None]], None] = lambda _keys: None,
     ) -> None:
         self._rows = rows
+        self._select = select
+        """Called before a pass with the adapter of each of its rows."""
         self._num_slots = num_slots
         self._room = num_slots
         """Rows that fit at present: fewer than the slots once memory has run out."""
@@ -379,6 +390,7 @@ class ContinuousBatcher:
                 return
             prompts = [answer.so_far for answer in joiners]
             try:
+                self._select([answer.adapter for answer in joiners])
                 logits = self._rows.join(prompts, max(answer.num_left for answer in joiners))
             except Exception as error:
                 self._refuse(joiners, error)
@@ -483,6 +495,7 @@ class ContinuousBatcher:
             if self._next is None:
                 last = [answer.tokens[-1] for answer in self._active]
                 self._next = torch.tensor(last, device=self._device)
+            self._select([answer.adapter for answer in self._active])
             logits = self._rows.step(self._next)
             is_behind = True
             self._next = self._choose(logits, self._active)

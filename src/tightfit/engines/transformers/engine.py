@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tightfit.core.errors import UsageError
-from tightfit.engines.open import EngineRequest, open_prompter
+from tightfit.core.reading import read_json_file
+from tightfit.engines.adapters import Adapter, AdapterEngine
+from tightfit.engines.open import EngineRequest, open_adapter_prompter, open_prompter
 from tightfit.engines.protocol import (
     BaseEngine,
+    Engine,
     EngineInfo,
     Listener,
+    Pooling,
     Request,
     Ticket,
     check_tokens,
     choose_context,
 )
+from tightfit.engines.transformers.adapters import RowAdapters
 from tightfit.engines.transformers.batch import ContinuousBatcher, RunningAnswer, free_memory
 from tightfit.engines.transformers.constraint import ConstraintMaker
 from tightfit.engines.transformers.rows import (
@@ -43,15 +50,15 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 
 
-def open_rows(model: Any, *, most_rows: int) -> BatchRows:
-    """The kind of rows that the family needs."""
+def open_rows(model: Any, *, most_rows: int, takes_adapters: bool = False) -> BatchRows:
+    """The kind of rows that the family needs. CUDA graphs cannot change adapters."""
     if model.config.is_encoder_decoder:
         return EncoderDecoderRows(model)
     if not has_plain_cache(model.config):
         return SingleRow(model)
     from tightfit.engines.transformers.cuda_graphs import SlotRows, supports_slots
 
-    if model.device.type == "cuda" and supports_slots(model):
+    if model.device.type == "cuda" and supports_slots(model) and not takes_adapters:
         return SlotRows(model, most_rows=most_rows)
     return DecoderRows(model, most_rows=most_rows)
 
@@ -112,7 +119,7 @@ def find_context(config: Any) -> int | None:
     return int(found) if found else None
 
 
-def choose_slots(model: Any, asked: int | None, *, max_context: int) -> int:
+def choose_slots(model: Any, asked: int | None, *, max_context: int, adapter_bytes: int = 0) -> int:
     """Requests at once: as many as memory holds when each fills half of its context."""
     import torch
 
@@ -125,7 +132,7 @@ def choose_slots(model: Any, asked: int | None, *, max_context: int) -> int:
     gpus = {p.device.index or 0 for p in model.parameters() if p.device.type == "cuda"}
     free = sum(torch.cuda.mem_get_info(index)[0] for index in gpus)
     each = kv_bytes_per_token(model) * max(1, max_context // 2)
-    return count_gpu_slots(free, each)
+    return count_gpu_slots(free - adapter_bytes, each)
 
 
 # Logits of a whole text, computed piece by piece so that they never fill the device.
@@ -167,6 +174,33 @@ def compute_logits(model: Any, tokens: list[int]) -> NDArray[np.float32]:
     return scores
 
 
+def compute_embedding(model: Any, tokens: list[int], pooling: Pooling) -> NDArray[np.float32]:
+    """The pooled last hidden states, of length 1. Must not run beside a step."""
+    import torch
+
+    device = model.get_input_embeddings().weight.device
+    with torch.inference_mode():
+        output = model.base_model(input_ids=torch.tensor([tokens], device=device), use_cache=False)
+        states = output.last_hidden_state[0].float()
+        state = states[-1] if pooling is Pooling.LAST else states.mean(dim=0)
+        found: NDArray[np.float32] = torch.nn.functional.normalize(state, dim=0).cpu().numpy()
+    return found
+
+
+def find_pooling(folder: Path) -> Pooling | None:
+    """What a folder of sentence-transformers states."""
+    path = folder / "1_Pooling" / "config.json"
+    try:
+        stated = read_json_file(path)
+    except (OSError, ValueError):
+        return None
+    if not isinstance(stated, dict):
+        return None
+    if stated.get("pooling_mode_lasttoken"):
+        return Pooling.LAST
+    return Pooling.MEAN if stated.get("pooling_mode_mean_tokens") else None
+
+
 def _open_cache(model: Any) -> Any:
     from transformers import DynamicCache
 
@@ -186,6 +220,10 @@ def open_transformers(request: EngineRequest, *, why: str) -> TransformersEngine
     return TransformersEngine(loaded, prompter, request, why=why)
 
 
+def _load(adapters: RowAdapters, path: Path, _model: Any) -> tuple[str, int]:
+    return adapters.load(path)
+
+
 class TransformersEngine(BaseEngine):
     """A loaded model, and the batch that computes its answers."""
 
@@ -196,7 +234,9 @@ class TransformersEngine(BaseEngine):
 
         model: Any = loaded.model
         max_context = choose_context(request.context, find_context(model.config))
-        num_slots = choose_slots(model, request.slots, max_context=max_context)
+        num_slots = choose_slots(
+            *(model, request.slots), max_context=max_context, adapter_bytes=request.adapter_bytes
+        )
         info = EngineInfo(
             engine="transformers",
             version=str(transformers.__version__),
@@ -209,29 +249,40 @@ class TransformersEngine(BaseEngine):
             num_params=count_params(model),
             weight_bytes=count_bytes(model),
             kv_bytes_per_token=kv_bytes_per_token(model),
+            pooling=Pooling(request.pooling)
+            if request.pooling
+            else find_pooling(request.artefact.base or request.artefact.path) or Pooling.MEAN,
         )
         num_vocabulary = int(model.get_input_embeddings().weight.shape[0])
         super().__init__(info, prompter, num_vocabulary=num_vocabulary)
         self._model = model
         self._constraints = ConstraintMaker(prompter, num_vocabulary=num_vocabulary)
-        rows = open_rows(model, most_rows=num_slots)
+        # One that is loaded with its base is in every row.
+        takes_adapters = request.takes_adapters and request.artefact.kind.value != "adapter"
+        self._adapters = RowAdapters(model) if takes_adapters else None
+        rows = open_rows(model, most_rows=num_slots, takes_adapters=takes_adapters)
         kind = "cuda" if model.device.type == "cuda" else "cpu"
         self._batcher = ContinuousBatcher(
             rows,
             num_slots=num_slots,
             prefill_tokens=PREFILL_TOKENS[kind],
             overlaps=kind == "cuda",
+            select=self._select,
         )
         self._batcher.call_later(rows.warm_up)
 
     def submit(self, request: Request, listener: Listener) -> Ticket:
+        return self.submit_with(request, listener, None)
+
+    def submit_with(self, request: Request, listener: Listener, adapter: Adapter | None) -> Ticket:
         self._check_open()
         self._check_request(request)
         grammar = request.sampling.grammar
         answer = RunningAnswer(
             request,
             listener,
-            self.prompter,
+            self.prompter if adapter is None else adapter.prompter,
+            adapter=None if adapter is None else adapter.key,
             max_context=self.info.max_context,
             constraint=None if grammar is None else self._constraints.make(grammar),
         )
@@ -239,6 +290,9 @@ class TransformersEngine(BaseEngine):
         return answer
 
     def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        return self.logits_with(tokens, None)
+
+    def logits_with(self, tokens: Sequence[int], adapter: Adapter | None) -> NDArray[np.float32]:
         self._check_open()
         if self._model.config.is_encoder_decoder:
             raise UsageError(
@@ -247,7 +301,54 @@ class TransformersEngine(BaseEngine):
             )
         wanted = list(tokens)
         check_tokens(wanted, self.num_vocabulary)
-        return self.call(lambda model: compute_logits(model, wanted))
+        return self._call_with(adapter, lambda model: compute_logits(model, wanted))
+
+    def embed(self, tokens: Sequence[int]) -> NDArray[np.float32]:
+        return self.embed_with(tokens, None)
+
+    def embed_with(self, tokens: Sequence[int], adapter: Adapter | None) -> NDArray[np.float32]:
+        self._check_open()
+        if self._model.config.is_encoder_decoder:
+            raise UsageError(
+                "An encoder-decoder gives no embeddings here.", remedy="name a decoder-only model"
+            )
+        self._check_tokens(tokens, "embed")
+        wanted = list(tokens)
+        pooling = self.info.pooling
+        return self._call_with(adapter, lambda model: compute_embedding(model, wanted, pooling))
+
+    def add_adapters(self, paths: Sequence[Path]) -> list[Engine]:
+        adapters = self._adapters
+        if adapters is None:
+            return super().add_adapters(paths)
+        made: list[Engine] = []
+        try:
+            for path in paths:
+                prompter = open_adapter_prompter(self, path)
+                key, num_bytes = self.call(functools.partial(_load, adapters, path))
+                adapter = Adapter(key=key, path=path, num_bytes=num_bytes, prompter=prompter)
+                made.append(AdapterEngine(self, adapter, path.name))
+        except BaseException:
+            for engine in made:
+                engine.close()
+            raise
+        return made
+
+    def drop_adapter(self, adapter: Adapter) -> None:
+        if not self._is_closed and self._adapters is not None:
+            adapters = self._adapters
+            self.call(lambda _: adapters.drop(adapter.key))
+
+    def _select(self, keys: Sequence[str | None]) -> None:
+        if self._adapters is not None:
+            self._adapters.select(keys)
+
+    def _call_with(self, adapter: Adapter | None, function: Callable[[Any], _Result]) -> _Result:
+        def run(model: Any) -> _Result:
+            self._select([None if adapter is None else adapter.key])
+            return function(model)
+
+        return self.call(run)
 
     def call(self, function: Callable[[Any], _Result]) -> _Result:
         """The function's result on the model, between two steps of the batch."""
@@ -259,6 +360,6 @@ class TransformersEngine(BaseEngine):
         if not self._set_closed():
             return
         self._batcher.close()
-        self._model = None
+        self._model = self._adapters = None
         del self._batcher
         free_memory()

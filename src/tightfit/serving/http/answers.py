@@ -120,11 +120,11 @@ async def _begin(
     model.admit(num_answers)
     try:
         preparing = loop.run_in_executor(model.encoder, prepare_request, model, body)
-        prepared = await _wait_beside_client(preparing, receive, timeout_seconds=timeout_seconds)
+        prepared = await wait_beside_client(preparing, receive, timeout_seconds=timeout_seconds)
         if isinstance(body, CompletionRequest) and body.echo and body.logprobs is not None:
             prepared = await _score_echoed(model, body, prepared, receive, timeout_seconds)
     except BaseException as error:
-        model.num_owed -= num_answers
+        model.release(num_answers)
         if isinstance(error, Exception) and not isinstance(error, ClientGoneError):
             raise to_api_error(error) from error
         raise
@@ -214,7 +214,7 @@ async def _score_echoed(
 
     try:
         scoring = model.compute_aside(score)
-        echoed = await _wait_beside_client(scoring, receive, timeout_seconds=timeout_seconds)
+        echoed = await wait_beside_client(scoring, receive, timeout_seconds=timeout_seconds)
     finally:
         has_left.set()
     return replace(prepared, echoed=echoed)
@@ -330,7 +330,7 @@ async def compute(
 ) -> Response:
     """The result of a short piece of work, done beside the answers' prompts."""
     try:
-        made = await _wait_beside_client(
+        made = await wait_beside_client(
             model.compute_aside(work), receive, timeout_seconds=timeout_seconds
         )
     except ClientGoneError:
@@ -361,7 +361,7 @@ def tokenize_text(model: ServedModel, body: TokenizeRequest) -> TokenizeAnswer:
     )
 
 
-async def _wait_beside_client(
+async def wait_beside_client(
     work: asyncio.Future[_Result], receive: Receive, *, timeout_seconds: float
 ) -> _Result:
     """The work's result. Where nobody waits for it any longer, what is not begun is dropped."""

@@ -6,11 +6,13 @@ import hmac
 import time
 from collections.abc import Callable, Collection, Coroutine
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.openapi.utils import get_openapi
+from fastapi.responses import PlainTextResponse
 from fastapi.routing import APIRoute
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
@@ -19,7 +21,17 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tightfit.core.packages import __version__
-from tightfit.serving.http.answers import answer, compute, encode_chat, tokenize_text
+from tightfit.serving.http.adapters import (
+    AdapterLoader,
+    LoadAdapterRequest,
+    UnloadAdapterRequest,
+)
+from tightfit.serving.http.answers import MakeWriter, answer, compute, encode_chat, tokenize_text
+from tightfit.serving.http.embeddings import (
+    EmbeddingList,
+    EmbeddingRequest,
+    answer_embeddings,
+)
 from tightfit.serving.http.limits import (
     DISCARDED_BYTES,
     MAX_NESTS,
@@ -278,9 +290,9 @@ def from_http_exception(error: HTTPException, *, method: str, path: str) -> ApiE
 
 
 _DESCRIPTION = """\
-OpenAI's chat, completions and responses and Anthropic's messages, over models on this machine.
-Fields that clients send and that change nothing here are let by; those that would change the answer
-and cannot be honoured are refused with 400. Every error has the body
+OpenAI's chat, completions, responses and embeddings and Anthropic's messages, over models on this
+machine. Fields that clients send and that change nothing here are let by; those that would change
+the answer and cannot be honoured are refused with 400. Every error has the body
 `{"error": {"message", "type", "param", "code"}}`.
 """
 
@@ -294,6 +306,8 @@ class ApiSettings:
     host_names: Collection[str] | None = None
     """Names that a Host header may say; None: any."""
     cors_origins: tuple[str, ...] = ()
+    adapter_roots: tuple[Path, ...] = ()
+    """Folders below which adapters may be loaded at run time; none: none may."""
     limits: ServerLimits = field(default_factory=ServerLimits)
     report: Callable[[str], None] = lambda _line: None
     """Called with one line about what happens outside of an answer."""
@@ -313,6 +327,7 @@ def make_api_app(registry: ModelRegistry, settings: ApiSettings) -> ASGIApp:
     )
     app.router.route_class = BoundedRoute
     _add_answers(app, registry, settings.limits.answer_seconds)
+    _add_adapters(app, registry, settings)
     _add_state(app, registry)
     _add_description(app, needs_key=settings.api_key is not None)
 
@@ -353,6 +368,18 @@ def _add_guards(app: ASGIApp, registry: ModelRegistry, settings: ApiSettings) ->
 
 
 def _add_answers(app: FastAPI, registry: ModelRegistry, timeout_seconds: float) -> None:
+    async def answer_as_chat(
+        body: ResponseRequest | MessageRequest, request: Request, make_writer: MakeWriter
+    ) -> Response:
+        """The answer to a chat that was asked for in another form, in that form."""
+        return await answer(
+            registry,
+            convert(body.as_request),
+            request.receive,
+            timeout_seconds=timeout_seconds,
+            make_writer=make_writer,
+        )
+
     @app.post(
         "/v1/chat/completions",
         operation_id="create_chat_completion",
@@ -374,6 +401,18 @@ def _add_answers(app: FastAPI, registry: ModelRegistry, timeout_seconds: float) 
         return await answer(registry, body, request.receive, timeout_seconds=timeout_seconds)
 
     @app.post(
+        "/v1/embeddings",
+        operation_id="create_embedding",
+        summary="The embeddings of texts",
+        responses={200: {"model": EmbeddingList}, **ANSWERING_ERRORS},
+        response_class=Response,
+    )
+    async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
+        return await answer_embeddings(
+            registry, body, request.receive, timeout_seconds=timeout_seconds
+        )
+
+    @app.post(
         "/v1/responses",
         operation_id="create_response",
         summary="Answer a conversation, as output items",
@@ -381,12 +420,10 @@ def _add_answers(app: FastAPI, registry: ModelRegistry, timeout_seconds: float) 
         response_class=Response,
     )
     async def responses(body: ResponseRequest, request: Request) -> Response:
-        return await answer(
-            registry,
-            convert(body.as_request),
-            request.receive,
-            timeout_seconds=timeout_seconds,
-            make_writer=lambda model, _, prepared: ResponseWriter(model, body, prepared),
+        return await answer_as_chat(
+            body,
+            request,
+            lambda model, _, prepared: ResponseWriter(model, body, prepared),
         )
 
     @app.post(
@@ -397,13 +434,7 @@ def _add_answers(app: FastAPI, registry: ModelRegistry, timeout_seconds: float) 
         response_class=Response,
     )
     async def messages(body: MessageRequest, request: Request) -> Response:
-        return await answer(
-            registry,
-            convert(body.as_request),
-            request.receive,
-            timeout_seconds=timeout_seconds,
-            make_writer=MessageWriter,
-        )
+        return await answer_as_chat(body, request, MessageWriter)
 
     @app.post(
         "/v1/messages/count_tokens",
@@ -454,6 +485,30 @@ def _add_answers(app: FastAPI, registry: ModelRegistry, timeout_seconds: float) 
             request.receive,
             timeout_seconds=timeout_seconds,
         )
+
+
+def _add_adapters(app: FastAPI, registry: ModelRegistry, settings: ApiSettings) -> None:
+    loader = AdapterLoader(registry, settings.adapter_roots, max_queue=settings.limits.max_queue)
+
+    @app.post(
+        "/v1/load_lora_adapter",
+        operation_id="load_lora_adapter",
+        summary="Serve one more LoRA adapter, in vLLM's form",
+        responses={200: _PLAIN_TEXT, **ANSWERING_ERRORS},
+        response_class=Response,
+    )
+    async def load_adapter(body: LoadAdapterRequest) -> Response:
+        return PlainTextResponse(await loader.load(body))
+
+    @app.post(
+        "/v1/unload_lora_adapter",
+        operation_id="unload_lora_adapter",
+        summary="Drop a LoRA adapter after its last answer, in vLLM's form",
+        responses={200: _PLAIN_TEXT, **ANSWERING_ERRORS},
+        response_class=Response,
+    )
+    async def unload_adapter(body: UnloadAdapterRequest) -> Response:
+        return PlainTextResponse(await loader.unload(body))
 
 
 def _add_state(app: FastAPI, registry: ModelRegistry) -> None:
@@ -543,6 +598,10 @@ def _describe(app: FastAPI, *, needs_key: bool) -> dict[str, Any]:
     return found
 
 
+_PLAIN_TEXT = {
+    "description": "Done.",
+    "content": {"text/plain": {"schema": {"type": "string"}}},
+}
 _EVENT = {
     "type": "object",
     "description": "One server-sent event.",
@@ -590,4 +649,7 @@ def _card(model: ServedModel) -> ModelCard:
         format=info.format,
         device=info.device,
         max_context=info.max_context,
+        pooling=info.pooling.value,
+        parent=None if model.parent is None else model.parent.id,
+        root=model.id if model.parent is None else info.model,
     )

@@ -41,12 +41,18 @@ MAX_LOGIT_BIASES = 1024
 MAX_TOP_LOGPROBS = 20
 MAX_PARALLEL_CALLS = 16
 """In one answer, where calls are required."""
+MAX_ADAPTERS = 64
+"""Loaded at once."""
+MAX_INPUTS = 2048
+"""Of one request for embeddings; with the next, OpenAI's own limits."""
+MAX_INPUT_TOKENS = 300_000
+"""Of all its inputs."""
 MAX_ECHO_LOGITS = 2**28
 """Tokens of all prompts times vocabulary, where `echo` asks for log-probabilities: 1 GiB in fp32.
 """
 MAX_SIDE_JOBS = 16
-"""Requests of each model that wait for something else than an answer (tokens, a prompt's
-log-probabilities); more get 503."""
+"""Requests of each model that wait for something else than an answer (embeddings, tokens,
+a prompt's log-probabilities); more get 503."""
 BACKLOG = 128
 """Connections that the system accepts before the server has looked at them."""
 SPARE_FILES = 256 + BACKLOG

@@ -28,6 +28,11 @@ class MetricFamily:
         self.name, self.help = name, help
         self.values: dict[LabelKey, float] = {}
 
+    def forget(self, label: str, value: str) -> None:
+        """Drop every value that has this label."""
+        for key in [key for key in self.values if (label, value) in key]:
+            del self.values[key]
+
     def lines(self) -> Iterator[str]:
         yield f"# HELP {self.name} {self.help}"
         yield f"# TYPE {self.name} {self.kind}"
@@ -66,6 +71,11 @@ class Histogram(MetricFamily):
         super().__init__(name, help)
         self._bounds = bounds
         self._counts: dict[LabelKey, list[int]] = {}
+
+    def forget(self, label: str, value: str) -> None:
+        for key in [key for key in self._counts if (label, value) in key]:
+            del self._counts[key]
+        super().forget(label, value)
 
     def observe(self, value: float, **labels: str) -> None:
         key = tuple(labels.items())
@@ -141,7 +151,15 @@ class Metrics:
         self.waiting = Gauge("tightfit_answers_waiting", "Answers that wait for a slot.")
         self.info = Gauge("tightfit_model_info", "1, with what is loaded as labels.")
 
+    def forget_model(self, name: str) -> None:
+        """Drop the values of an adapter that is gone: names that come and go must not add up."""
+        for family in self._families():
+            family.forget("model", name)
+
+    def _families(self) -> list[MetricFamily]:
+        return [value for value in vars(self).values() if isinstance(value, MetricFamily)]
+
     def render(self) -> str:
         """The whole page."""
-        families = [value for value in vars(self).values() if isinstance(value, MetricFamily)]
+        families = self._families()
         return "\n".join(line for family in families for line in family.lines()) + "\n"

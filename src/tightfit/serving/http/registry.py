@@ -144,9 +144,19 @@ class ServedModel:
     """One loaded model, its names, and its unfinished answers."""
 
     def __init__(
-        self, engine: Engine, names: Sequence[str], *, max_queue: int, metrics: Metrics
+        self,
+        engine: Engine,
+        names: Sequence[str],
+        *,
+        max_queue: int,
+        metrics: Metrics,
+        parent: ServedModel | None = None,
     ) -> None:
         self.engine = engine
+        self.parent = parent
+        """The base, where this is an adapter over it."""
+        self._idle = asyncio.Event()
+        self._idle.set()
         self.names = tuple(dict.fromkeys(names))
         self.created = int(time.time())
         self.jobs: set[EngineJob] = set()
@@ -184,6 +194,24 @@ class ServedModel:
                 headers={"Retry-After": str(RETRY_SECONDS)},
             )
         self.num_owed += num_answers
+        self._idle.clear()
+
+    def release(self, num_answers: int) -> None:
+        """Give back places."""
+        self.num_owed -= num_answers
+        self._note_idle()
+
+    def _note_idle(self) -> None:
+        if self.num_owed == 0 and self.num_side == 0:
+            self._idle.set()
+
+    async def wait_until_idle(self) -> None:
+        """Return once no answer is owed and nothing else is computed."""
+        await self._idle.wait()
+
+    def count_read(self, num_tokens: int) -> None:
+        """Note tokens that were read for embeddings."""
+        self._metrics.prompt_tokens.add(num_tokens, model=self.id)
 
     def compute_aside(self, work: Callable[[], _Result]) -> asyncio.Future[_Result]:
         """The result of work that belongs to no answer's prompt, or raise 503.
@@ -193,7 +221,8 @@ class ServedModel:
         if self.num_side >= MAX_SIDE_JOBS:
             raise ApiError(
                 503,
-                f"{self.num_side} requests for tokens or log-probabilities wait. Try again later.",
+                f"{self.num_side} requests for embeddings, tokens or log-probabilities wait. "
+                "Try again later.",
                 code="queue_full",
                 headers={"Retry-After": str(RETRY_SECONDS)},
             )
@@ -201,6 +230,7 @@ class ServedModel:
 
         def give_back() -> None:
             self.num_side -= 1
+            self._note_idle()
 
         def on_end(_: Future[_Result]) -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
@@ -208,6 +238,7 @@ class ServedModel:
 
         future = self._side.submit(work)
         self.num_side += 1
+        self._idle.clear()
         future.add_done_callback(on_end)
         return asyncio.wrap_future(future)
 
@@ -221,7 +252,7 @@ class ServedModel:
         job: EngineJob
 
         def on_end(event: Event) -> None:
-            self.num_owed -= 1
+            self.release(1)
             self._count(event)
             if job.is_over:
                 self.jobs.discard(job)
@@ -255,6 +286,8 @@ class ModelRegistry:
     def __init__(self, metrics: Metrics) -> None:
         self.phase = ServerPhase.LOADING
         self.models: tuple[ServedModel, ...] = ()
+        self.leaving: tuple[ServedModel, ...] = ()
+        """Adapters that nobody can ask any more, and that still owe answers."""
         self.metrics = metrics
 
     def open(self, models: Sequence[ServedModel]) -> None:
@@ -263,12 +296,30 @@ class ModelRegistry:
         if self.phase is ServerPhase.LOADING:
             self.phase = ServerPhase.READY
 
+    def add(self, model: ServedModel, *, instead_of: ServedModel | None = None) -> None:
+        """Serve an adapter from now on."""
+        if instead_of is not None:
+            self.remove(instead_of)
+        self.models = (*self.models, model)
+
+    def remove(self, model: ServedModel) -> None:
+        """Take no more requests for it; those under way go on."""
+        self.models = tuple(one for one in self.models if one is not model)
+        self.leaving = (*self.leaving, model)
+
+    def forget(self, model: ServedModel) -> None:
+        """It has left."""
+        self.leaving = tuple(one for one in self.leaving if one is not model)
+        if all(one.id != model.id for one in self.models):
+            self.metrics.forget_model(model.id)
+
     def find(self, name: str | None) -> ServedModel:
-        """The model by any of its names; without one, the only model there is."""
+        """The model by any of its names; without one, the only model that is no adapter."""
         known = self.list()
         if name is None:
-            if len(known) == 1:
-                return known[0]
+            bases = [model for model in known if model.parent is None]
+            if len(bases) == 1:
+                return bases[0]
             ids = ", ".join(f"`{model.id}`" for model in known)
             raise ApiError(400, f"Name one of the models in `model`: {ids}.", param="model")
         for model in known:
@@ -294,7 +345,7 @@ class ModelRegistry:
 
     def stop_jobs(self, reason: Callable[[], Exception]) -> None:
         """End every answer that is still owed."""
-        for model in self.models:
+        for model in (*self.models, *self.leaving):
             for job in tuple(model.jobs):
                 job.stop(reason())
 

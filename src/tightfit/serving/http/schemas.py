@@ -513,6 +513,12 @@ class ModelCard(ResponseBody):
     device: str
     max_context: int
     """Tokens of prompt and answer together."""
+    pooling: Literal["mean", "last"]
+    """Of the hidden states whose pool is an embedding."""
+    parent: str | None
+    """The model that an adapter lies over."""
+    root: str
+    """Of an adapter the name of its folder, of a model its own."""
 
 
 class ModelList(ResponseBody):

@@ -20,6 +20,7 @@ from tightfit.core.errors import UsageError
 from tightfit.core.frozen import Frozen
 from tightfit.engines.protocol import Engine
 from tightfit.runtime.model_files import Artefact, ArtefactKind
+from tightfit.serving.http.adapters import find_parent
 from tightfit.serving.http.app import ApiSettings, make_api_app
 from tightfit.serving.http.connections import make_config
 from tightfit.serving.http.limits import reserve_connections
@@ -126,7 +127,7 @@ class ApiServer:
             asyncio.run(self._run(load, on_ready))
         finally:
             self.bound.socket.close()
-            for model in self.registry.models:
+            for model in (*self.registry.models, *self.registry.leaving):
                 model.close()
             for engine in dict.fromkeys(self._engines):
                 engine.close()
@@ -170,12 +171,13 @@ class ApiServer:
             if error is not None:
                 raise error
             metrics, max_queue = self.registry.metrics, self._settings.limits.max_queue
-            self.registry.open(
-                [
-                    ServedModel(engine, names, max_queue=max_queue, metrics=metrics)
-                    for engine, names in loaded
-                ]
-            )
+            models: list[ServedModel] = []
+            for engine, names in loaded:  # bases come before their adapters
+                parent = find_parent(engine, models)
+                models.append(
+                    ServedModel(engine, names, max_queue=max_queue, metrics=metrics, parent=parent)
+                )
+            self.registry.open(models)
             on_ready()
         except BaseException as raised:
             self._error = raised
@@ -220,7 +222,8 @@ class _DrainingServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._registry.phase = ServerPhase.STOPPING
-        num_owed = sum(model.num_owed for model in self._registry.models)
+        registry = self._registry
+        num_owed = sum(model.num_owed for model in (*registry.models, *registry.leaving))
         if num_owed:
             self._report(f"stopping: {num_owed} answers have {self._drain_seconds:g} s to end")
         timer = asyncio.get_running_loop().call_later(self._drain_seconds, self._stop_answers)
@@ -241,6 +244,8 @@ class ReadyModel(Frozen):
 
     id: str
     aliases: tuple[str, ...]
+    parent: str | None = None
+    """The model that an adapter lies over."""
     engine: str
     why: str
     format: str
@@ -273,6 +278,7 @@ def describe_ready(server: ApiServer, *, needs_api_key: bool, made_key: str | No
             ReadyModel(
                 id=model.id,
                 aliases=model.names[1:],
+                parent=None if model.parent is None else model.parent.id,
                 engine=info.engine,
                 why=info.why,
                 format=info.format,
