@@ -128,13 +128,11 @@ FAMILIES = (
     "glm4_moe",
     "dots1",
     "minimax_m2",
-    "ernie4_5_moe",
     "hunyuan_moe",
     "granitemoeshared",
     "deepseek_v3",
     "glm4_moe_lite",
     "lfm2",
-    "lfm2_moe",
     "mamba2",
     "granitemoehybrid",
 )
@@ -221,8 +219,6 @@ def _family_settings(family: str) -> tuple[str, dict[str, Any]]:
     routed |= {"norm_topk_prob": True, "routed_scaling_factor": 1.5}
     latent: dict[str, Any] = {"q_lora_rank": 24, "kv_lora_rank": 32, "num_key_value_heads": 4}
     latent |= {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
-    ernie: dict[str, Any] = {"moe_num_experts": 6, "moe_k": 3, "moe_intermediate_size": 32}
-    ernie["tie_word_embeddings"] = False
     mamba: dict[str, Any] = {"num_heads": 8, "head_dim": 16, "n_groups": 1, "state_size": 16}
     mamba |= {"initializer_range": 0.12, "chunk_size": 32}
     convolved = _SIZES | {"layer_types": ["conv", "full_attention"]}
@@ -275,7 +271,6 @@ def _family_settings(family: str) -> tuple[str, dict[str, Any]]:
         "glm4_moe": ("Glm4Moe", wide | routed | {"use_qk_norm": True, "attention_bias": True}),
         "dots1": ("Dots1", wide | routed | {"num_key_value_heads": 4}),
         "minimax_m2": ("MiniMaxM2", wide | {"num_local_experts": 6, "num_experts_per_tok": 3}),
-        "ernie4_5_moe": ("Ernie4_5_Moe", _SIZES | ernie),
         "hunyuan_moe": ("HunYuanMoEV1", wide | {"num_experts": 6, "moe_topk": 3}),
         "granitemoeshared": (
             "GraniteMoeShared",
@@ -296,12 +291,6 @@ def _family_settings(family: str) -> tuple[str, dict[str, Any]]:
             | {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16},
         ),
         "lfm2": ("Lfm2", convolved | {"block_multiple_of": 8}),
-        "lfm2_moe": (
-            "Lfm2Moe",
-            convolved
-            | {"num_experts": 6, "num_experts_per_tok": 3}
-            | {"moe_intermediate_size": 32, "num_dense_layers": 1, "tie_word_embeddings": False},
-        ),
     }
     return known[family]
 

@@ -118,8 +118,7 @@ def count_leading_dense(config: Any) -> int:
     kinds = getattr(config, "mlp_layer_types", None)
     if kinds is not None:
         return next((at for at, kind in enumerate(kinds) if kind == "sparse"), len(kinds))
-    names = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
-    return next((int(n) for name in names if (n := getattr(config, name, None))), 0)
+    return int(getattr(config, "first_k_dense_replace", None) or 0)
 
 
 def _count_kv_heads(config: Any) -> int:

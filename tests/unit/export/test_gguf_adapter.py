@@ -28,8 +28,8 @@ WRITTEN = ("plain", "rslora", "patterns", "head", "some-layers", "parameters")
 """Kinds of adapters; the others hold more than low-rank changes of matrices."""
 
 
-SPLIT = ["kv_b_proj"]
-"""DeepSeek's keys and values come out of one matrix; in llama.cpp of two for each head."""
+LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
+"""Of DeepSeek's attention, where llama.cpp adds no adapter."""
 SPARSE = [
     family
     for family in FAMILIES
@@ -77,17 +77,19 @@ def assert_same(base: Path, adapter: Path, home: Path) -> None:
 def test_every_family(tmp_path: Path, family: str) -> None:
     base = make_family(tmp_path / "base", family)
     settings: dict[str, Any] = {"target_modules": "all-linear", "r": 4, "lora_alpha": 8}
-    settings["exclude_modules"] = SPLIT
+    excluded = RECORDS[name_model_type(family)].lora_excludes
+    settings["exclude_modules"] = [*LATENT, *excluded]
     adapter = make_adapter(tmp_path / "adapter", base, **settings)
 
     assert_same(base, adapter, tmp_path)
 
 
-def test_a_matrix_that_becomes_two_of_heads_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", LATENT)
+def test_an_adapter_of_latent_attention_is_refused(tmp_path: Path, name: str) -> None:
     base = make_family(tmp_path / "base", "deepseek_v3")
-    adapter = make_adapter(tmp_path / "adapter", base, target_modules=SPLIT)
+    adapter = make_adapter(tmp_path / "adapter", base, target_modules=[name])
 
-    with pytest.raises(InvalidInputError, match=r"kv_b_proj.weight, which llama.cpp does not"):
+    with pytest.raises(InvalidInputError, match=rf"{name}.weight, which llama.cpp does not"):
         to_gguf_lora(adapter, tmp_path / "adapter.gguf")
 
 

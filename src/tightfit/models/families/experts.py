@@ -468,8 +468,6 @@ EXPERT_FAMILIES = (
         read=read_ernie_moe,
         has_router_loss=True,
         frozen=("e_score_correction_bias",),
-        gguf_name="ernie4_5-moe",
-        gguf=layouts.ERNIE_MOE_GGUF,
     ),
     Family(
         model_types=("hunyuan_v1_moe",),

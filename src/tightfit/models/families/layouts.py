@@ -304,21 +304,6 @@ def _write_minimax_m2(writer: Any, _config: Any) -> None:
     writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
 
 
-def _find_ernie_moe_obstacle(config: Any) -> str | None:
-    last = config.num_hidden_layers - 1
-    if config.moe_layer_interval != 1 or config.moe_layer_end_index not in (-1, last):
-        return "layers without experts behind others with them"
-    return _find_bias("use_bias")(config)
-
-
-def _write_ernie_moe(writer: Any, config: Any) -> None:
-    shared = int(config.moe_num_shared_experts)
-    writer.add_leading_dense_block_count(count_leading_dense(config))
-    writer.add_interleave_moe_layer_step(1)
-    writer.add_expert_shared_count(shared)
-    writer.add_expert_shared_feed_forward_length(shared * int(config.moe_intermediate_size))
-
-
 def _find_hunyuan_moe_obstacle(config: Any) -> str | None:
     if not isinstance(config.moe_topk, int):
         return "a number of experts for each layer (moe_topk)"
@@ -355,12 +340,6 @@ MINIMAX_M2_GGUF = GgufLayout(
     expert_inner_key="intermediate_size",
     drops_later_layers=True,
     write_attention=_write_minimax_m2,
-    read_settings=None,
-)
-ERNIE_MOE_GGUF = GgufLayout(
-    expert_inner_key="moe_intermediate_size",
-    find_obstacle=_find_ernie_moe_obstacle,
-    write_attention=_write_ernie_moe,
     read_settings=None,
 )
 HUNYUAN_MOE_GGUF = GgufLayout(
@@ -444,35 +423,11 @@ def _write_lfm2(writer: Any, config: Any) -> None:
     writer.add_layer_norm_rms_eps(float(config.norm_eps))
 
 
-def _find_lfm2_moe_obstacle(config: Any) -> str | None:
-    if not (config.use_expert_bias and config.norm_topk_prob):
-        return "experts chosen without a bias, or whose weights do not add up to one"
-    if config.routed_scaling_factor != 1.0:
-        return "scaled experts (routed_scaling_factor)"
-    return _find_lfm2_obstacle(config)
-
-
-def _write_lfm2_moe(writer: Any, config: Any) -> None:
-    import gguf
-
-    _write_lfm2(writer, config)
-    writer.add_leading_dense_block_count(count_leading_dense(config))
-    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
-
-
 LFM2_GGUF = GgufLayout(
     activations=_UNSTATED,
     find_inner=_find_lfm2_inner,
     list_kv_heads=_list_lfm2_kv_heads,
     find_obstacle=_find_lfm2_obstacle,
     write_attention=_write_lfm2,
-    read_settings=None,
-)
-LFM2_MOE_GGUF = GgufLayout(
-    activations=_UNSTATED,
-    expert_inner_key="moe_intermediate_size",
-    list_kv_heads=_list_lfm2_kv_heads,
-    find_obstacle=_find_lfm2_moe_obstacle,
-    write_attention=_write_lfm2_moe,
     read_settings=None,
 )

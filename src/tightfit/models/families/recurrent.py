@@ -763,8 +763,6 @@ RECURRENT_FAMILIES = (
         read=read_lfm2_moe,
         mlp_module="",
         takes_positions=False,
-        gguf_name="lfm2moe",
-        gguf=layouts.LFM2_MOE_GGUF,
     ),
     _MAMBA,
     replace(

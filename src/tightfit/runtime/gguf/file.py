@@ -194,7 +194,7 @@ class TensorPart:
     changes_columns: bool = False
     """It moves inputs, not outputs, which an adapter has in its other matrix."""
     takes_adapter: bool = True
-    """Its change of a product of two matrices is one of a single factor."""
+    """llama.cpp adds an adapter's change to it."""
 
 
 _STACKED = re.compile(r"(.+\.(?:experts|q_layernorm|k_layernorm))\.(?:norms\.)?(\d+)\.(.+)")
@@ -203,6 +203,8 @@ _DELTA_NET_PART = re.compile(
 )
 _GATE_AND_UP = re.compile(r"(.+\.)(?:experts\.gate_up_proj|input_linear)(\.weight|_bias)?")
 _SHARED_MLP = re.compile(r"(.+\.)shared_mlp\.input_linear\.weight")
+_WITHOUT_ADAPTERS = (".q_a_proj.weight", ".q_b_proj.weight", ".kv_a_proj_with_mqa.weight")
+"""Of latent attention: llama.cpp multiplies with them as they are."""
 _CHOICE = "e_score_correction"
 """Of the bias by which experts are chosen and not weighted."""
 
@@ -218,6 +220,8 @@ def find_parts(layout: GgufLayout, name: str, config: Any) -> tuple[TensorPart, 
         return parts
     if kind is Rearrangement.LATENT and name.endswith(".kv_b_proj.weight"):
         return _split_latent(name, config)
+    if kind is Rearrangement.LATENT and name.endswith(_WITHOUT_ADAPTERS):
+        return (TensorPart(name=name, takes_adapter=False),)
     if kind in (Rearrangement.DELTA_NET, Rearrangement.TILED_DELTA_NET):
         parts = _find_delta_net_parts(name, config)
         is_tiled = kind is Rearrangement.TILED_DELTA_NET
@@ -264,10 +268,7 @@ def _find_renamed(name: str) -> tuple[TensorPart, ...] | None:
         start = name.removesuffix("shared_mlp.output_linear.weight")
         return (TensorPart(name=f"{start}mlp.shared_mlp.down_proj.weight"),)
     if name.endswith(f".{_CHOICE}_bias"):
-        stem = name.removesuffix(f"{_CHOICE}_bias").replace(".gate.moe_statics.", ".moe_statics.")
-        return (TensorPart(name=f"{stem}{_CHOICE}.bias", take=_flatten),)
-    if name.endswith(".expert_bias"):
-        return (TensorPart(name=f"{name}.bias"),)
+        return (TensorPart(name=f"{name.removesuffix('_bias')}.bias"),)
     if name.endswith(".conv.conv.weight"):
         return (TensorPart(name=name, take=_drop_channel),)
     return None
@@ -373,10 +374,6 @@ def _split_latent(name: str, config: Any) -> tuple[TensorPart, ...]:
         TensorPart(name=name.replace(".kv_b_", f".{kind}_b_"), take=take, takes_adapter=False)
         for kind, take in (("k", take_keys), ("v", take_values))
     )
-
-
-def _flatten(values: Tensor) -> Tensor:
-    return values.flatten()
 
 
 def _half_of_rows(at: int) -> Callable[[Tensor], Tensor]:
@@ -523,7 +520,7 @@ def _find_theta(config: Any, rope: dict[str, Any]) -> float:
     if _kind(rope) != "dynamic" or not alpha:
         return theta
     width = int(config.head_dim or config.hidden_size // config.num_attention_heads)
-    return theta * float(alpha) ** (width / (width - 2))
+    return float(theta * float(alpha) ** (width / (width - 2)))
 
 
 def _own_yarn_scale(factor: float) -> float:
