@@ -257,7 +257,10 @@ def _family_settings(family: str) -> tuple[str, dict[str, Any]]:
         "gpt_bigcode": ("GPTBigCode", gpt2),
         "qwen3_next": ("Qwen3Next", sparse | shared | linear),
         "qwen3_5": ("Qwen3_5Text", _SIZES | linear),
-        "qwen3_5_moe": ("Qwen3_5MoeText", sparse | shared | linear),
+        "qwen3_5_moe": (
+            "Qwen3_5MoeText",
+            sparse | shared | linear | {"num_experts_per_tok": 6},
+        ),
         "ernie4_5": ("Ernie4_5", _SIZES | {"head_dim": 24}),
         "seed_oss": ("SeedOss", _SIZES | {"head_dim": 24}),
         "arcee": ("Arcee", _SIZES | {"initializer_range": 0.2}),
