@@ -90,7 +90,9 @@ def read_exaone4(f: ConfigFields) -> ModelSpec:
     )
     window = f.window("sliding_window", default=4096)
     pattern = f.values.get("sliding_window_pattern")
-    if isinstance(pattern, str):  # `LLLG`: local and global
+    if window is None:  # transformers saves a pattern of 0 then
+        full = stem.layers
+    elif isinstance(pattern, str):  # `LLLG`: local and global
         full = sum(pattern[index % len(pattern)] == "G" for index in range(stem.layers))
     else:
         full = stem.layers // (f.optional_size("sliding_window_pattern") or 4)
