@@ -117,6 +117,24 @@ FAMILIES = (
     "gpt_bigcode",
     "qwen3_next",
     "qwen3_5",
+    "qwen3_5_moe",
+    "ernie4_5",
+    "seed_oss",
+    "arcee",
+    "hunyuan",
+    "exaone4",
+    "ministral3",
+    "olmoe",
+    "glm4_moe",
+    "dots1",
+    "minimax_m2",
+    "hunyuan_moe",
+    "granitemoeshared",
+    "deepseek_v3",
+    "glm4_moe_lite",
+    "lfm2",
+    "mamba2",
+    "granitemoehybrid",
 )
 """What `make_family` makes; `falcon` has the grouped heads of the 40B, `falcon-7b` a single one."""
 
@@ -193,6 +211,17 @@ def _family_settings(family: str) -> tuple[str, dict[str, Any]]:
     mpt |= {"initializer_range": 0.12, "attn_config": {"clip_qkv": 3.0}}
     granite: dict[str, Any] = {"embedding_multiplier": 3.0, "logits_scaling": 2.0}
     granite |= {"residual_multiplier": 0.5, "attention_multiplier": 0.2}
+    ministral: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0}
+    ministral |= {"original_max_position_embeddings": 128, "llama_4_scaling_beta": 0.5}
+    ministral |= {"mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0}
+    routed: dict[str, Any] = {"n_routed_experts": 6, "n_shared_experts": 2}
+    routed |= {"num_experts_per_tok": 3, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
+    routed |= {"norm_topk_prob": True, "routed_scaling_factor": 1.5}
+    latent: dict[str, Any] = {"q_lora_rank": 24, "kv_lora_rank": 32, "num_key_value_heads": 4}
+    latent |= {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
+    mamba: dict[str, Any] = {"num_heads": 8, "head_dim": 16, "n_groups": 1, "state_size": 16}
+    mamba |= {"initializer_range": 0.12, "chunk_size": 32}
+    convolved = _SIZES | {"layer_types": ["conv", "full_attention"]}
     known: dict[str, tuple[str, dict[str, Any]]] = {
         "llama": ("Llama", _SIZES),
         "llama3": ("Llama", _SIZES | {"rope_parameters": llama3, "tie_word_embeddings": True}),
@@ -228,6 +257,43 @@ def _family_settings(family: str) -> tuple[str, dict[str, Any]]:
         "gpt_bigcode": ("GPTBigCode", gpt2),
         "qwen3_next": ("Qwen3Next", sparse | shared | linear),
         "qwen3_5": ("Qwen3_5Text", _SIZES | linear),
+        "qwen3_5_moe": (
+            "Qwen3_5MoeText",
+            sparse | shared | linear | {"num_experts_per_tok": 6},
+        ),
+        "ernie4_5": ("Ernie4_5", _SIZES | {"head_dim": 24}),
+        "seed_oss": ("SeedOss", _SIZES | {"head_dim": 24}),
+        "arcee": ("Arcee", _SIZES | {"initializer_range": 0.2}),
+        "hunyuan": ("HunYuanDenseV1", _SIZES | {"head_dim": 24}),
+        "exaone4": (
+            "Exaone4",
+            _SIZES | {"sliding_window": None, "layer_types": ["full_attention"] * 2},
+        ),
+        "ministral3": ("Ministral3", wide | {"rope_parameters": ministral}),
+        "olmoe": ("Olmoe", sparse | {"num_key_value_heads": 4}),
+        "glm4_moe": ("Glm4Moe", wide | routed | {"use_qk_norm": True, "attention_bias": True}),
+        "dots1": ("Dots1", wide | routed | {"num_key_value_heads": 4}),
+        "minimax_m2": ("MiniMaxM2", wide | {"num_local_experts": 6, "num_experts_per_tok": 3}),
+        "hunyuan_moe": ("HunYuanMoEV1", wide | {"num_experts": 6, "moe_topk": 3}),
+        "granitemoeshared": (
+            "GraniteMoeShared",
+            _SIZES | granite | {"num_local_experts": 4, "shared_intermediate_size": 48},
+        ),
+        "deepseek_v3": ("DeepseekV3", _SIZES | routed | latent | {"n_group": 2, "topk_group": 1}),
+        "glm4_moe_lite": (
+            "Glm4MoeLite",
+            _SIZES | routed | latent | {"mlp_layer_types": ["dense", "sparse"]},
+        ),
+        "mamba2": ("Mamba2", mamba | {"hidden_size": 64, "num_hidden_layers": 2}),
+        "granitemoehybrid": (
+            "GraniteMoeHybrid",
+            _SIZES
+            | granite
+            | {"num_local_experts": 4, "shared_intermediate_size": 48}
+            | {"layer_types": ["linear_attention", "full_attention"]}
+            | {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16},
+        ),
+        "lfm2": ("Lfm2", convolved | {"block_multiple_of": 8}),
     }
     return known[family]
 

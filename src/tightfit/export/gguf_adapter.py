@@ -140,7 +140,7 @@ def plan_gguf_adapter(adapter: Path, base: Path, *, dtype: Dtype, name: str) -> 
             raise _cannot(f"changes {parameter} by more than one product of matrices")
         for part in find_parts(layout, parameter, config):
             found = look_up(part.name)
-            if found is None or part.index is not None:
+            if found is None or part.index is not None or not part.takes_adapter:
                 raise _cannot(f"changes {parameter}, which llama.cpp does not have")
             if found == _EMBEDDING or (found == _HEAD and not has_own_head(layout, config)):
                 raise _cannot(f"changes {parameter}, which is embedding and head in one")

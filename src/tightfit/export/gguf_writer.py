@@ -20,7 +20,7 @@ from tightfit.core.units import MIB
 from tightfit.export.gguf_tokenizer import read_vocabulary, settle_scheme, write_vocabulary
 from tightfit.models.config import read_quant_method
 from tightfit.models.families.registry import FAMILIES, find_family
-from tightfit.models.family import Family, GgufLayout
+from tightfit.models.family import Family, GgufLayout, count_leading_dense
 from tightfit.runtime.gguf.file import (
     changed_shape,
     find_parts,
@@ -55,7 +55,8 @@ _LEFT_OUT = (
 """Buffers that old checkpoints carry and every program computes by itself."""
 _WIDE = (
     *("_norm.weight", "position_embd.weight", ".bias"),
-    *("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight", "ssm_conv1d.weight"),
+    *("ffn_gate_inp.weight", "ffn_gate_inp_shexp.weight"),
+    *("ssm_conv1d.weight", "shortconv.conv.weight", "ssm_a", "ssm_d"),
 )
 _EMBEDDING, _HEAD = "token_embd.weight", "output.weight"
 
@@ -188,9 +189,10 @@ def _find_layout(folder: Path) -> tuple[Family, GgufLayout]:
     if family.gguf is None:
         known = sorted(name for name, record in FAMILIES.items() if record.gguf is not None)
         shown = printable(model_type) or "no model_type"
+        why = f": {family.gguf_problem}" if family.gguf_problem else ""
+        hint = "" if why else did_you_mean(model_type, known)
         raise InvalidInputError(
-            f"{folder} is of the family {shown}, which cannot be written as GGUF here."
-            f"{did_you_mean(model_type, known)}",
+            f"{folder} is of the family {shown}, which cannot be written as GGUF here{why}.{hint}",
             remedy=f"name a model of one of: {', '.join(known)}",
         )
     is_mxfp4 = read_quant_method(config) == MXFP4
@@ -252,10 +254,13 @@ def _write_architecture(writer: Any, layout: GgufLayout, config: Any) -> list[st
     writer.add_block_count(int(config.num_hidden_layers))
     writer.add_context_length(context)
     writer.add_embedding_length(int(config.hidden_size))
+    if layout.find_inner is not None:
+        inner = layout.find_inner(config)
     writer.add_feed_forward_length(int(inner or 4 * config.hidden_size))
-    writer.add_head_count(int(config.num_attention_heads))
+    writer.add_head_count(int(config.num_attention_heads) if layout.has_attention else 0)
     writer.add_vocab_size(int(config.vocab_size))
-    writer.add_head_count_kv(layout.count_kv_heads(config))
+    count_kv_heads = layout.list_kv_heads or layout.count_kv_heads
+    writer.add_head_count_kv(count_kv_heads(config) if layout.has_attention else 0)
     if hasattr(config, "rms_norm_eps"):
         writer.add_layer_norm_rms_eps(float(config.rms_norm_eps))
     else:
@@ -319,6 +324,8 @@ def _plan_tensors(
             planned |= _plan_mxfp4(stored, weights, look_up, layout, config)
             continue
         if stored.name.endswith(_LEFT_OUT) or not _is_weight(stored):
+            continue
+        if layout.drops_later_layers and _is_later_layer(stored.name, config):
             continue
         for part in find_parts(layout, stored.name, config):
             name = look_up(part.name)
@@ -399,6 +406,11 @@ def _repack_mxfp4(codes: Tensor, scales: Tensor) -> Tensor:
     return torch.cat((scales[..., None], packed), dim=-1).contiguous()
 
 
+def _is_later_layer(name: str, config: Any) -> bool:
+    found = re.match(r"model\.layers\.(\d+)\.", name)
+    return found is not None and int(found[1]) >= int(config.num_hidden_layers)
+
+
 def _is_wide(name: str, shape: tuple[int, ...]) -> bool:
     """llama.cpp reads vectors, norms, routers and position tables in 32 bit only."""
     return len(shape) <= 1 or name.endswith(_WIDE)
@@ -473,10 +485,12 @@ def _check_layers(planned: dict[str, PlannedTensor], config: Any) -> None:
     for name in planned:
         if found := re.match(r"blk\.(\d+)\.(.+)", name):
             per_layer[int(found[1])].add(found[2])
-    kinds = getattr(config, "layer_types", None) or ()
-    linear = {at for at, kind in enumerate(kinds) if kind == "linear_attention"}
+    types = getattr(config, "layer_types", None) or ()
+    mixed = {at for at, kind in enumerate(types) if kind in ("linear_attention", "conv", "mamba")}
+    dense = count_leading_dense(config)
     for layer in range(int(config.num_hidden_layers)):
-        alike = (at for at in per_layer if (at in linear) == (layer in linear))
+        kind = (layer in mixed, layer < dense)
+        alike = (at for at in per_layer if (at in mixed, at < dense) == kind)
         everything = set().union(*(per_layer[at] for at in alike))
         lost = sorted(everything - per_layer.get(layer, set()))
         if lost or not everything:
@@ -520,7 +534,8 @@ def _write_tensors(writer: Any, plan: GgufPlan, report: Progress | None) -> None
 
     kinds = {d: gguf.GGMLQuantizationType[d.gguf_name.upper()] for d in PLAIN_DTYPES}
     find_dim = _rotary_dim if plan.layout.rope_spans_rotary_dim else _head_dim
-    extra = make_rope_tensors(plan.config, find_dim(plan.config))
+    has_rotary = plan.layout.has_rotary
+    extra = make_rope_tensors(plan.config, find_dim(plan.config)) if has_rotary else {}
     for name, values in extra.items():
         writer.add_tensor_info(
             name, tuple(values.shape), np.dtype(np.float32), values.nbytes, kinds[Dtype.FP32]

@@ -53,6 +53,10 @@ class Rearrangement(Enum):
     TILED_DELTA_NET = "tiled delta net"
     """The same of Qwen 3.5, whose value heads change places: the first of each key head, then the
     second of each, and so on."""
+    STATE_SPACE = "state space"
+    """Mamba 2's: what it computes of its parameters is stored computed."""
+    LATENT = "latent"
+    """DeepSeek's keys and values, which come out of one matrix, become a matrix per head each."""
 
 
 def read_usual_settings(file: GgufMetadata, rope: Settings) -> Settings:
@@ -109,6 +113,14 @@ def require_full_attention_period(config: Any, period: int) -> None:
             )
 
 
+def count_leading_dense(config: Any) -> int:
+    """The layers before the first one with experts."""
+    kinds = getattr(config, "mlp_layer_types", None)
+    if kinds is not None:
+        return next((at for at, kind in enumerate(kinds) if kind == "sparse"), len(kinds))
+    return int(getattr(config, "first_k_dense_replace", None) or 0)
+
+
 def _count_kv_heads(config: Any) -> int:
     return int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
 
@@ -130,10 +142,18 @@ class GgufLayout:
     """The config's name for the MLP's width. None, or nothing there: four times the hidden size."""
     expert_inner_key: str | None = None
     """The config's name for the width of an expert. None: the family has no experts."""
+    find_inner: Callable[[Any], int] | None = None
+    """The same where it is computed."""
     count_kv_heads: Callable[[Any], int] = _count_kv_heads
+    list_kv_heads: Callable[[Any], list[int]] | None = None
+    """Of each layer, where they differ: 0 where it does not attend."""
     find_obstacle: Callable[[Any], str | None] = lambda _config: None
     """What in a transformers config llama.cpp would silently ignore."""
 
+    drops_later_layers: bool = False
+    """Checkpoints have layers behind the last one, which predict several tokens at a time.
+    transformers leaves them out too."""
+    has_attention: bool = True
     keeps_mxfp4: bool = False
     """Experts published in MXFP4 go into the file as they are."""
     has_rotary: bool = True
@@ -264,6 +284,8 @@ class Family:
     """Settings that a GGUF file shows only by its sizes and the names of its tensors."""
     gguf: GgufLayout | None = None
     """None: the family is not written as GGUF."""
+    gguf_problem: str = ""
+    """What llama.cpp computes differently in a family that it knows."""
 
     @property
     def architecture(self) -> str:

@@ -346,11 +346,15 @@ def _as_config(header: GgufHeader, path: Path) -> dict[str, object]:
 
 
 def _one_number(value: MetadataValue, key: str, path: Path) -> object:
-    """Some files give a number per layer; layers that differ are beyond a run of equal blocks."""
+    """Some files give a number per layer; layers that differ are beyond a run of equal blocks.
+
+    A layer that does not attend has no key heads.
+    """
     if not isinstance(value, tuple):
         return value
-    if len(set(value)) == 1:
-        return value[0]
+    found = set(value) - {0} or set(value)
+    if len(found) == 1:
+        return found.pop()
     raise InvalidInputError(
         f"{path}: `{key}` differs from layer to layer, which cannot be planned yet.",
         remedy="name the model's config.json, or another model",

@@ -28,6 +28,8 @@ WRITTEN = ("plain", "rslora", "patterns", "head", "some-layers", "parameters")
 """Kinds of adapters; the others hold more than low-rank changes of matrices."""
 
 
+LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"]
+"""Of DeepSeek's attention, where llama.cpp adds no adapter."""
 SPARSE = [
     family
     for family in FAMILIES
@@ -75,9 +77,20 @@ def assert_same(base: Path, adapter: Path, home: Path) -> None:
 def test_every_family(tmp_path: Path, family: str) -> None:
     base = make_family(tmp_path / "base", family)
     settings: dict[str, Any] = {"target_modules": "all-linear", "r": 4, "lora_alpha": 8}
+    excluded = RECORDS[name_model_type(family)].lora_excludes
+    settings["exclude_modules"] = [*LATENT, *excluded]
     adapter = make_adapter(tmp_path / "adapter", base, **settings)
 
     assert_same(base, adapter, tmp_path)
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_an_adapter_of_latent_attention_is_refused(tmp_path: Path, name: str) -> None:
+    base = make_family(tmp_path / "base", "deepseek_v3")
+    adapter = make_adapter(tmp_path / "adapter", base, target_modules=[name])
+
+    with pytest.raises(InvalidInputError, match=rf"{name}.weight, which llama.cpp does not"):
+        to_gguf_lora(adapter, tmp_path / "adapter.gguf")
 
 
 @pytest.mark.parametrize("family", SPARSE)

@@ -90,7 +90,9 @@ def read_exaone4(f: ConfigFields) -> ModelSpec:
     )
     window = f.window("sliding_window", default=4096)
     pattern = f.values.get("sliding_window_pattern")
-    if isinstance(pattern, str):  # `LLLG`: local and global
+    if window is None:  # transformers saves a pattern of 0 then
+        full = stem.layers
+    elif isinstance(pattern, str):  # `LLLG`: local and global
         full = sum(pattern[index % len(pattern)] == "G" for index in range(stem.layers))
     else:
         full = stem.layers // (f.optional_size("sliding_window_pattern") or 4)
@@ -255,7 +257,12 @@ _COHERE = Family(
 )
 DENSE_FAMILIES = (
     Family(model_types=("ministral",), read=read_ministral, has_liger=True),
-    Family(model_types=("ministral3",), read=read_ministral3),
+    Family(
+        model_types=("ministral3",),
+        read=read_ministral3,
+        gguf_name="mistral3",
+        gguf=layouts.MINISTRAL3_GGUF,
+    ),
     Family(model_types=("glm",), read=read_glm),
     Family(model_types=("glm4",), read=read_glm4, has_liger=True, gguf=layouts.GLM4_GGUF),
     Family(model_types=("olmo2",), read=read_olmo2, has_liger=True, gguf=layouts.OLMO2_GGUF),
@@ -266,7 +273,7 @@ DENSE_FAMILIES = (
         gguf_name="olmo2",
         gguf=layouts.OLMO3_GGUF,
     ),
-    Family(model_types=("exaone4",), read=read_exaone4, has_liger=True),
+    Family(model_types=("exaone4",), read=read_exaone4, has_liger=True, gguf=layouts.EXAONE4_GGUF),
     _COHERE,
     replace(
         _COHERE,
@@ -278,11 +285,22 @@ DENSE_FAMILIES = (
     Family(
         model_types=("nemotron",), read=read_nemotron, has_liger=True, gguf=layouts.NEMOTRON_GGUF
     ),
-    Family(model_types=("hunyuan_v1_dense",), read=read_hunyuan, has_liger=True),
-    Family(model_types=("seed_oss",), read=read_seed_oss, default_attention_dropout=0.1),
-    Family(model_types=("arcee",), read=read_arcee),
+    Family(
+        model_types=("hunyuan_v1_dense",),
+        read=read_hunyuan,
+        has_liger=True,
+        gguf_name="hunyuan-dense",
+        gguf=layouts.HUNYUAN_GGUF,
+    ),
+    Family(
+        model_types=("seed_oss",),
+        read=read_seed_oss,
+        default_attention_dropout=0.1,
+        gguf=layouts.SEED_OSS_GGUF,
+    ),
+    Family(model_types=("arcee",), read=read_arcee, gguf=layouts.ARCEE_GGUF),
     Family(model_types=("apertus",), read=read_apertus),
     Family(model_types=("helium",), read=read_helium),
-    Family(model_types=("ernie4_5",), read=read_ernie),
+    Family(model_types=("ernie4_5",), read=read_ernie, gguf=layouts.ERNIE_GGUF),
     Family(model_types=("starcoder2",), read=read_starcoder2, gguf=layouts.STARCODER2_GGUF),
 )

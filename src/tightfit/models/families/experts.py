@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from tightfit.models.families import layouts, parts
+from tightfit.models.families.llama import GRANITEMOE_GGUF
 from tightfit.models.families.parts import ConfigFields, DecoderShape, Experts
 from tightfit.models.families.qwen import find_sparse_layers
 from tightfit.models.family import Family
@@ -407,13 +408,15 @@ EXPERT_FAMILIES = (
         gguf_name="qwen2moe",
         gguf=layouts.QWEN2_MOE_GGUF,
     ),
-    Family(model_types=("olmoe",), read=read_olmoe, has_router_loss=True),
+    Family(model_types=("olmoe",), read=read_olmoe, has_router_loss=True, gguf=layouts.OLMOE_GGUF),
     Family(
         model_types=("granitemoeshared",),
         mlp_module="",
         read=read_granitemoeshared,
         has_router_loss=True,
         scales_logits=True,
+        gguf_name="granitemoe",
+        gguf=GRANITEMOE_GGUF,
     ),
     Family(
         model_types=("phimoe",),
@@ -421,13 +424,36 @@ EXPERT_FAMILIES = (
         has_router_loss=True,
         mlp_module="",  # its router draws at random in training
         lora_excludes=("router",),
+        gguf_problem="llama.cpp weights its experts by one softmax, the model by one for each",
     ),
-    Family(model_types=("glm4_moe",), read=read_glm4_moe),
-    Family(model_types=("dots1",), read=read_dots1),
-    Family(model_types=("glm4_moe_lite",), read=read_glm4_moe_lite),
-    Family(model_types=("minimax_m2",), read=read_minimax_m2, has_router_loss=True),
+    Family(
+        model_types=("glm4_moe",),
+        read=read_glm4_moe,
+        gguf_name="glm4moe",
+        gguf=layouts.GLM4_MOE_GGUF,
+    ),
+    Family(model_types=("dots1",), read=read_dots1, gguf=layouts.DOTS1_GGUF),
     _DEEPSEEK,
-    replace(_DEEPSEEK, model_types=("deepseek_v3",), read=read_deepseek_v3),
+    replace(
+        _DEEPSEEK,
+        model_types=("deepseek_v3",),
+        read=read_deepseek_v3,
+        gguf_name="deepseek2",
+        gguf=layouts.DEEPSEEK_GGUF,
+    ),
+    Family(
+        model_types=("glm4_moe_lite",),
+        read=read_glm4_moe_lite,
+        gguf_name="deepseek2",
+        gguf=layouts.DEEPSEEK_GGUF,
+    ),
+    Family(
+        model_types=("minimax_m2",),
+        read=read_minimax_m2,
+        has_router_loss=True,
+        gguf_name="minimax-m2",
+        gguf=layouts.MINIMAX_M2_GGUF,
+    ),
     Family(
         model_types=("llama4_text", "llama4"),
         mlp_module="",
@@ -443,5 +469,11 @@ EXPERT_FAMILIES = (
         has_router_loss=True,
         frozen=("e_score_correction_bias",),
     ),
-    Family(model_types=("hunyuan_v1_moe",), read=read_hunyuan_moe, has_liger=True),
+    Family(
+        model_types=("hunyuan_v1_moe",),
+        read=read_hunyuan_moe,
+        has_liger=True,
+        gguf_name="hunyuan-moe",
+        gguf=layouts.HUNYUAN_MOE_GGUF,
+    ),
 )

@@ -112,6 +112,8 @@ def write_granite(writer: Any, config: Any) -> None:
     writer.add_embedding_scale(float(config.embedding_multiplier))
     writer.add_residual_scale(float(config.residual_multiplier))
     writer.add_logit_scale(float(config.logits_scaling))
+    if shared := getattr(config, "shared_intermediate_size", 0):
+        writer.add_expert_shared_feed_forward_length(int(shared))
 
 
 def _read_granite_gguf(file: GgufMetadata, rope: Settings) -> Settings:
@@ -342,7 +344,7 @@ _MIXTRAL_GGUF = GgufLayout(
     expert_inner_key="intermediate_size",
     read_settings=None,
 )
-_GRANITEMOE_GGUF = GgufLayout(
+GRANITEMOE_GGUF = GgufLayout(
     rearrangement=Rearrangement.ROTARY,
     reads_rope_factors=True,
     expert_inner_key="intermediate_size",
@@ -389,7 +391,7 @@ MOE_FAMILIES = (
         read=read_granitemoe,
         has_router_loss=True,
         scales_logits=True,
-        gguf=_GRANITEMOE_GGUF,
+        gguf=GRANITEMOE_GGUF,
     ),
     Family(
         model_types=("gpt_oss",),

@@ -6,6 +6,7 @@ runs from token to token is counted by the projections that feed it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -16,9 +17,10 @@ from tightfit.models.families.experts import (
     shared_granite_mlp,
     shared_qwen_expert,
 )
+from tightfit.models.families.llama import write_granite
 from tightfit.models.families.parts import ConfigFields, DecoderShape, Experts
 from tightfit.models.families.qwen import find_sparse_layers
-from tightfit.models.family import Family
+from tightfit.models.family import Family, GgufLayout, Rearrangement
 from tightfit.models.spec import Block, Linear, ModelSpec, Role
 
 _MAMBA_LAYERS = "Mamba layers"
@@ -628,6 +630,78 @@ _QWEN3_5 = Family(
     takes_positions=False,
     has_liger=True,
 )
+_QWEN3_5_MOE = replace(
+    _QWEN3_5,
+    model_types=("qwen3_5_moe_text",),
+    read=read_qwen3_5_moe,
+    has_router_loss=True,
+    gguf_name="qwen35moe",
+    gguf=layouts.QWEN3_5_MOE_GGUF,
+)
+
+
+def _find_mamba2_obstacle(config: Any) -> str | None:
+    if config.use_bias or not config.use_conv_bias:
+        return "biases in its projections, or none in its convolution"
+    if config.n_groups != 1:
+        return "a norm over all groups of heads (n_groups)"
+    lowest, highest = config.time_step_limit
+    return None if (lowest, highest) == (0.0, math.inf) else "time steps with limits"
+
+
+def _write_mamba2(writer: Any, config: Any) -> None:
+    writer.add_layer_norm_rms_eps(float(config.layer_norm_epsilon))
+    writer.add_ssm_conv_kernel(int(config.conv_kernel))
+    writer.add_ssm_inner_size(int(config.expand * config.hidden_size))
+    writer.add_ssm_state_size(int(config.state_size))
+    writer.add_ssm_time_step_rank(int(config.num_heads))
+    writer.add_ssm_group_count(int(config.n_groups))
+
+
+def _find_granite_hybrid_obstacle(config: Any) -> str | None:
+    if config.mamba_proj_bias or not config.mamba_conv_bias:
+        return "biases in its projections, or none in its convolution"
+    if config.mamba_n_groups != 1:
+        return "a norm over all groups of heads (mamba_n_groups)"
+    if config.position_embedding_type == "rope":
+        return "rotary positions beside Mamba"
+    if not config.num_local_experts or not config.shared_intermediate_size:
+        return "no experts, or none that is shared"
+    return "biases in its attention" if config.attention_bias else None
+
+
+def _list_granite_kv_heads(config: Any) -> list[int]:
+    heads, kinds = int(config.num_key_value_heads), ("attention", "full_attention")
+    return [heads if kind in kinds else 0 for kind in config.layer_types]
+
+
+def _write_granite_hybrid(writer: Any, config: Any) -> None:
+    write_granite(writer, config)
+    writer.add_rope_scaling_finetuned(False)  # by which llama.cpp sees that there is no rotation
+    writer.add_ssm_conv_kernel(int(config.mamba_d_conv))
+    writer.add_ssm_inner_size(int(config.mamba_n_heads * config.mamba_d_head))
+    writer.add_ssm_state_size(int(config.mamba_d_state))
+    writer.add_ssm_time_step_rank(int(config.mamba_n_heads))
+    writer.add_ssm_group_count(int(config.mamba_n_groups))
+
+
+_MAMBA2_GGUF = GgufLayout(
+    rearrangement=Rearrangement.STATE_SPACE,
+    has_attention=False,
+    has_rotary=False,
+    find_obstacle=_find_mamba2_obstacle,
+    write_attention=_write_mamba2,
+    read_settings=None,
+)
+_GRANITE_HYBRID_GGUF = GgufLayout(
+    rearrangement=Rearrangement.STATE_SPACE,
+    has_rotary=False,
+    expert_inner_key="intermediate_size",
+    list_kv_heads=_list_granite_kv_heads,
+    find_obstacle=_find_granite_hybrid_obstacle,
+    write_attention=_write_granite_hybrid,
+    read_settings=None,
+)
 _HYBRID = Family(
     mlp_module="",
     model_types=("granitemoehybrid",),
@@ -658,15 +732,14 @@ RECURRENT_FAMILIES = (
     ),
     _QWEN3_5,
     replace(_QWEN3_5, model_types=("qwen3_5",), gguf_name="", gguf=None),  # with a vision part
+    _QWEN3_5_MOE,
+    replace(_QWEN3_5_MOE, model_types=("qwen3_5_moe",), gguf_name="", gguf=None),
     replace(
-        _QWEN3_5,
-        model_types=("qwen3_5_moe_text", "qwen3_5_moe"),
-        read=read_qwen3_5_moe,
+        _HYBRID,
         has_router_loss=True,
-        gguf_name="",
-        gguf=None,
+        gguf_name="granitehybrid",
+        gguf=_GRANITE_HYBRID_GGUF,
     ),
-    replace(_HYBRID, has_router_loss=True),
     replace(_HYBRID, model_types=("bamba",), read=read_bamba, scales_logits=False),
     replace(_HYBRID, model_types=("falcon_h1",), read=read_falcon_h1, has_liger=True),
     replace(_HYBRID, model_types=("nemotron_h",), read=read_nemotron_h, scales_logits=False),
@@ -678,8 +751,25 @@ RECURRENT_FAMILIES = (
         takes_positions=False,
         lora_excludes=("dt_proj",),
     ),
-    Family(model_types=("lfm2",), read=read_lfm2, mlp_module="", takes_positions=False),
-    Family(model_types=("lfm2_moe",), read=read_lfm2_moe, mlp_module="", takes_positions=False),
+    Family(
+        model_types=("lfm2",),
+        read=read_lfm2,
+        mlp_module="",
+        takes_positions=False,
+        gguf=layouts.LFM2_GGUF,
+    ),
+    Family(
+        model_types=("lfm2_moe",),
+        read=read_lfm2_moe,
+        mlp_module="",
+        takes_positions=False,
+    ),
     _MAMBA,
-    replace(_MAMBA, model_types=("mamba2",), read=read_mamba2, lora_excludes=("out_proj",)),
+    replace(
+        _MAMBA,
+        model_types=("mamba2",),
+        read=read_mamba2,
+        lora_excludes=("out_proj",),
+        gguf=_MAMBA2_GGUF,
+    ),
 )

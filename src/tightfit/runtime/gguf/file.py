@@ -132,7 +132,8 @@ def make_name_lookup(family: Family, num_layers: int) -> Callable[[str], str | N
             name = name.removeprefix("transformer.")
         name += ".weight" if name.endswith(".sinks") else ""
         # Of two names for the same part of a layer, the map has all forms of one alone.
-        spellings = (name, name.replace(".block_sparse_moe.", ".mlp."))
+        bare = name.removeprefix("model.")
+        spellings = (name, name.replace(".block_sparse_moe.", ".mlp."), bare)
         found = (names.get_name(spelt, try_suffixes=(".weight", ".bias")) for spelt in spellings)
         return next(filter(None, found), None)
 
@@ -192,6 +193,8 @@ class TensorPart:
     """The change on the way."""
     changes_columns: bool = False
     """It moves inputs, not outputs, which an adapter has in its other matrix."""
+    takes_adapter: bool = True
+    """llama.cpp adds an adapter's change to it."""
 
 
 _STACKED = re.compile(r"(.+\.(?:experts|q_layernorm|k_layernorm))\.(?:norms\.)?(\d+)\.(.+)")
@@ -199,18 +202,49 @@ _DELTA_NET_PART = re.compile(
     r"\.linear_attn\.(in_proj_qkv|in_proj_z|in_proj_a|in_proj_b|A_log|dt_proj|conv1d|out_proj)\b"
 )
 _GATE_AND_UP = re.compile(r"(.+\.)(?:experts\.gate_up_proj|input_linear)(\.weight|_bias)?")
+_SHARED_MLP = re.compile(r"(.+\.)shared_mlp\.input_linear\.weight")
+_WITHOUT_ADAPTERS = (".q_a_proj.weight", ".q_b_proj.weight", ".kv_a_proj_with_mqa.weight")
+"""Of latent attention: llama.cpp multiplies with them as they are."""
+_CHOICE = "e_score_correction"
+"""Of the bias by which experts are chosen and not weighted."""
 
 
 def find_parts(layout: GgufLayout, name: str, config: Any) -> tuple[TensorPart, ...]:
-    """Where the tensor goes that a checkpoint calls `name`: mostly to one tensor, as a whole.
+    """Where the tensor goes that a checkpoint calls `name`: mostly to one tensor, as a whole."""
+    kind = layout.rearrangement
+    parts = _find_stacked(name, alternates=kind is Rearrangement.ALTERNATING_EXPERTS)
+    parts = parts or _find_renamed(name)
+    if kind is Rearrangement.STATE_SPACE:
+        parts = parts or _find_state_space_part(name)
+    if parts is not None:
+        return parts
+    if kind is Rearrangement.LATENT and name.endswith(".kv_b_proj.weight"):
+        return _split_latent(name, config)
+    if kind is Rearrangement.LATENT and name.endswith(_WITHOUT_ADAPTERS):
+        return (TensorPart(name=name, takes_adapter=False),)
+    if kind in (Rearrangement.DELTA_NET, Rearrangement.TILED_DELTA_NET):
+        parts = _find_delta_net_parts(name, config)
+        is_tiled = kind is Rearrangement.TILED_DELTA_NET
+        return tuple(_tile(part, config) for part in parts) if is_tiled else parts
+    change = find_layout_change(layout, name, config)
+    return (TensorPart(name=name, take=None if change is None else change.apply),)
 
-    Experts lie in one tensor of three dimensions per matrix; checkpoints have them one by one, or
-    stacked with gate and up in one tensor. Source: `modify_tensors` of Qwen2MoeModel, GptOssModel
-    and GraniteMoeModel in ggml-org/llama.cpp, `conversion/`.
+
+def _find_stacked(name: str, *, alternates: bool) -> tuple[TensorPart, ...] | None:
+    """Of experts, which lie in one tensor of three dimensions per matrix.
+
+    Checkpoints have them one by one, or stacked with gate and up in one tensor. Source:
+    `modify_tensors` of Qwen2MoeModel, GptOssModel and GraniteMoeModel in ggml-org/llama.cpp,
+    `conversion/`.
     """
-    alternates = layout.rearrangement is Rearrangement.ALTERNATING_EXPERTS
     if found := _STACKED.fullmatch(name):
         return (TensorPart(name=f"{found[1]}.{found[3]}", index=int(found[2])),)
+    if found := _SHARED_MLP.fullmatch(name):
+        start = f"{found[1]}mlp.shared_mlp."
+        return tuple(
+            TensorPart(name=f"{start}{part}.weight", take=_half_of_rows(at))
+            for at, part in enumerate(("gate_proj", "up_proj"))
+        )
     if found := _GATE_AND_UP.fullmatch(name):
         ending = ".bias" if found[2] == "_bias" else ".weight"
         return tuple(
@@ -223,14 +257,37 @@ def find_parts(layout: GgufLayout, name: str, config: Any) -> tuple[TensorPart, 
     if name.endswith(".experts.down_proj"):
         take = _transposed if alternates else None
         return (TensorPart(name=f"{name}.weight", take=take),)
+    return None
+
+
+def _find_renamed(name: str) -> tuple[TensorPart, ...] | None:
+    """Of tensors that gguf's map has by other names."""
     if name.endswith(".experts.down_proj_bias"):
         return (TensorPart(name=f"{name.removesuffix('_bias')}.bias"),)
-    if layout.rearrangement in (Rearrangement.DELTA_NET, Rearrangement.TILED_DELTA_NET):
-        parts = _find_delta_net_parts(name, config)
-        is_tiled = layout.rearrangement is Rearrangement.TILED_DELTA_NET
-        return tuple(_tile(part, config) for part in parts) if is_tiled else parts
-    change = find_layout_change(layout, name, config)
-    return (TensorPart(name=name, take=None if change is None else change.apply),)
+    if name.endswith(".shared_mlp.output_linear.weight"):
+        start = name.removesuffix("shared_mlp.output_linear.weight")
+        return (TensorPart(name=f"{start}mlp.shared_mlp.down_proj.weight"),)
+    if name.endswith(f".{_CHOICE}_bias"):
+        return (TensorPart(name=f"{name.removesuffix('_bias')}.bias"),)
+    if name.endswith(".conv.conv.weight"):
+        return (TensorPart(name=name, take=_drop_channel),)
+    return None
+
+
+def _find_state_space_part(name: str) -> tuple[TensorPart, ...] | None:
+    """Source: `modify_tensors` of Mamba2Model in ggml-org/llama.cpp, `conversion/mamba.py`."""
+    changes = {
+        ".A_log": lambda x: _decay(x)[:, None],
+        ".D": lambda x: x[:, None],
+        ".conv1d.weight": _drop_channel,
+        ".mixer.norm.weight": lambda x: x[None],
+        ".mamba.norm.weight": lambda x: x[None],
+        ".dt_bias": None,
+    }
+    for ending, take in changes.items():
+        if name.endswith(ending):
+            return (TensorPart(name=name.replace(".dt_bias", ".dt_proj.bias"), take=take),)
+    return None
 
 
 def _find_delta_net_parts(name: str, config: Any) -> tuple[TensorPart, ...]:
@@ -298,6 +355,29 @@ def _ungroup_delta(values: Tensor, config: Any) -> tuple[Tensor, Tensor]:
     parts = torch.split(groups, [width, width, wide, wide], dim=1)
     *rest, gates = (part.reshape(-1, *values.shape[1:]) for part in parts)
     return torch.cat(rest), gates
+
+
+def _split_latent(name: str, config: Any) -> tuple[TensorPart, ...]:
+    """Source: `modify_tensors` of DeepseekV2Model in ggml-org/llama.cpp, `conversion/deepseek.py`.
+
+    The matrix of the keys is transposed: llama.cpp multiplies the queries with it.
+    """
+    heads, width = int(config.num_attention_heads), int(config.qk_nope_head_dim)
+
+    def take_keys(values: Tensor) -> Tensor:
+        return _transposed(values.reshape(heads, -1, values.shape[-1])[:, :width])
+
+    def take_values(values: Tensor) -> Tensor:
+        return values.reshape(heads, -1, values.shape[-1])[:, width:]
+
+    return tuple(
+        TensorPart(name=name.replace(".kv_b_", f".{kind}_b_"), take=take, takes_adapter=False)
+        for kind, take in (("k", take_keys), ("v", take_values))
+    )
+
+
+def _half_of_rows(at: int) -> Callable[[Tensor], Tensor]:
+    return lambda x: x.chunk(2)[at]
 
 
 def _half(at: int) -> Callable[[Tensor], Tensor]:
@@ -387,8 +467,10 @@ def write_rope(writer: Any, config: Any) -> list[str]:
     rope = get_rope(config)
     kind = _kind(rope)
     if rope.get("rope_theta") is not None:
-        writer.add_rope_freq_base(float(rope["rope_theta"]))
+        writer.add_rope_freq_base(_find_theta(config, rope))
     if kind in ("default", "llama3"):  # llama3: see `make_rope_tensors`
+        return []
+    if kind == "dynamic" and rope.get("alpha"):
         return []
     if kind == "dynamic":
         return [
@@ -430,6 +512,15 @@ def write_rope(writer: Any, config: Any) -> list[str]:
                 "may differ a little."
             ]
     return []
+
+
+def _find_theta(config: Any, rope: dict[str, Any]) -> float:
+    """Hunyuan's `alpha` stretches it once, whatever the length."""
+    theta, alpha = float(rope["rope_theta"]), rope.get("alpha")
+    if _kind(rope) != "dynamic" or not alpha:
+        return theta
+    width = int(config.head_dim or config.hidden_size // config.num_attention_heads)
+    return float(theta * float(alpha) ** (width / (width - 2)))
 
 
 def _own_yarn_scale(factor: float) -> float:
