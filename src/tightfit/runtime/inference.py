@@ -155,6 +155,18 @@ def _load(
             if device.type == "cuda"
             else f"GPTQ codes were unpacked once, to {dtype.value}.",
         )
+    if artefact.kind is ArtefactKind.COMPRESSED:
+        from tightfit.runtime.compressed_tensors import load_compressed, read_compressed_format
+
+        dtype = choose_dtype(device) if weights is None or weights.is_quantized else weights
+        compressed = load_compressed(artefact.path, dtype=dtype, device=device)
+        return LoadedModel(
+            model=compressed,
+            format=read_compressed_format(artefact.path),
+            device=str(device),
+            note=f"Codes were unpacked once, to {dtype.value}; activations are rounded where the "
+            "format rounds them.",
+        )
     if artefact.kind is ArtefactKind.BITSANDBYTES:
         return _load_bitsandbytes(artefact.path, device)
     folder = artefact.base or artefact.path

@@ -409,7 +409,13 @@ class ArtefactKind(str, Enum):
     GPTQ = "gptq"
     BITSANDBYTES = "bitsandbytes"
     """A Hugging Face folder with nf4 or int8 weights."""
+    COMPRESSED = "compressed-tensors"
+    """A Hugging Face folder as llm-compressor and auto-round write them for vLLM."""
     GGUF = "gguf"
+
+    @property
+    def is_quantized_folder(self) -> bool:
+        return self in (ArtefactKind.GPTQ, ArtefactKind.BITSANDBYTES, ArtefactKind.COMPRESSED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -471,13 +477,14 @@ def _kind_of(folder: Path) -> ArtefactKind:
     method = str(stated.get("quant_method", "")).lower()
     if method in ("gptq", "auto-round", "auto_round"):
         return ArtefactKind.GPTQ
-    if method == "bitsandbytes":
-        return ArtefactKind.BITSANDBYTES
+    if method in (ArtefactKind.BITSANDBYTES.value, ArtefactKind.COMPRESSED.value):
+        return ArtefactKind(method)
     if method == MXFP4:  # as the model was published; loading unpacks it
         return ArtefactKind.MODEL
     raise InvalidInputError(
         f"{folder} is quantized with {method or 'an unnamed method'}, which no engine here reads.",
-        remedy="name the model it was made from, or a GPTQ, bitsandbytes or GGUF version of it",
+        remedy="name the model it was made from, or a GPTQ, compressed-tensors, bitsandbytes or "
+        "GGUF version of it",
     )
 
 
