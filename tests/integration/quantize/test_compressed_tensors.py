@@ -14,7 +14,7 @@ from small_models import make_llama
 from tightfit.core.errors import InvalidInputError
 from tightfit.export.formats import ExportFormat, StepKind, list_formats
 from tightfit.export.quantize.job import QuantizeRequest, QuantizeStatus, quantize_model
-from tightfit.runtime.compressed_tensors import read_compressed_format, rounds_activations
+from tightfit.runtime.compressed_tensors import rounds_activations
 from tightfit.runtime.inference import load_for_inference
 from tightfit.runtime.model_files import ArtefactKind, find_artefact
 

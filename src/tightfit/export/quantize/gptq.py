@@ -142,7 +142,7 @@ class GptqWriter(FormatWriter):
 
     def _tuning_steps(self, wanted: ExportFormat) -> int:
         stated = self._job.request.iters
-        return wanted.tuning_steps if stated is None else stated
+        return wanted.tuning_steps if stated is None or not wanted.takes_tuning else stated
 
 
 def choose_group_size(widths: Collection[int], *, bits: int) -> int:
@@ -160,11 +160,11 @@ def explain_group_size(widths: Collection[int], chosen: int) -> str | None:
     """A note where the group size is not the usual 128."""
     if chosen == GROUP_SIZES[0]:
         return None
-    groups = "one scale per row" if chosen == WHOLE_ROW else f"groups of {chosen}"
+    groups = "One scale per row" if chosen == WHOLE_ROW else f"Groups of {chosen}"
     odd = [width for width in widths if width % GROUP_SIZES[0]]
     if chosen == GROUP_SIZES[-1] and min(widths) < SMALL_WIDTH:
-        return f"{groups[0].upper()}{groups[1:]}: a model this small loses too much with {GROUP_SIZES[0]}."
-    return f"{groups[0].upper()}{groups[1:]}: {min(odd):,} inputs do not divide into groups of {GROUP_SIZES[0]}."
+        return f"{groups}: a model this small loses too much with {GROUP_SIZES[0]}."
+    return f"{groups}: {min(odd):,} inputs do not divide into groups of {GROUP_SIZES[0]}."
 
 
 # The worker process.

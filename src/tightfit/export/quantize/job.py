@@ -566,14 +566,10 @@ def quantize_model(request: QuantizeRequest) -> QuantizeSummary:
     summary = _open_summary(request, source, paths)
     key = _settings_key(request)
     job = QuantizeJob(request, source, paths.home)
-    refused = {target: job.refusal(target) for target in request.formats}
-    errors = [error for error in refused.values() if error is not None]
-    if len(errors) == len(refused):
-        raise errors[0]
-    notes = [f"Left out: {error.problem}" for error in errors]
-    summary = summary.model_copy(update={"notes": tuple(notes)})
+    possible, notes = _leave_out_refused(job)
+    summary = summary.model_copy(update={"notes": notes})
     left = []
-    for target in (one for one, error in refused.items() if error is None):
+    for target in possible:
         row, path = summary.find(target), paths.of[target]
         is_done = row is not None and row.key == key and row.standing.is_done and path.exists()
         if is_done and not request.force:
@@ -609,6 +605,16 @@ def quantize_model(request: QuantizeRequest) -> QuantizeSummary:
     if paths.summary is not None and len(scored) > 1 and write_plot(summary, plot):
         summary = summary.model_copy(update={"plot": str(plot)})
     return _save_summary(paths, summary)
+
+
+def _leave_out_refused(job: QuantizeJob) -> tuple[list[ExportFormat], tuple[str, ...]]:
+    """The formats that this model can be made into, and why not the others; raises without any."""
+    refused = {target: job.refusal(target) for target in job.request.formats}
+    errors = [error for error in refused.values() if error is not None]
+    if errors and len(errors) == len(refused):
+        raise errors[0]
+    possible = [target for target, error in refused.items() if error is None]
+    return possible, tuple(f"Left out: {error.problem}" for error in errors)
 
 
 def _open_summary(
