@@ -35,8 +35,7 @@ from tightfit.engines.protocol import (
 )
 from tightfit.models.resolve import measure_weights
 from tightfit.models.spec import ModelSpec
-from tightfit.runtime.compressed_tensors import read_compressed_format
-from tightfit.runtime.model_files import Artefact, ArtefactKind
+from tightfit.runtime.model_files import Artefact, ArtefactKind, read_compressed_format
 from tightfit.runtime.resolve import resolve_model
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tightfit.core.dtypes import Dtype
-from tightfit.core.errors import InvalidInputError, SetupError, first_line
-from tightfit.core.reading import read_json_file
+from tightfit.core.errors import SetupError, first_line
 from tightfit.core.strategy import Strategy
 from tightfit.runtime.attention import choose_inference_attention
 from tightfit.runtime.libraries import torch_dtype
@@ -20,36 +19,6 @@ from tightfit.runtime.load import read_config, read_model
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
-
-_FLOAT_FORMATS = {
-    "float-quantized": "fp8",
-    "mxfp4-pack-quantized": "mxfp4",
-    "nvfp4-pack-quantized": "nvfp4",
-}
-
-
-def read_compressed_format(folder: Path) -> str:
-    """The format by vLLM's name: `fp8`, `w4a16`, `w4a16-asym`, `mxfp4`, `nvfp4`, ...
-
-    Where layers differ, the first group's.
-    """
-    try:
-        config = read_json_file(folder / "config.json", allows_infinity=True)
-        stated = config["quantization_config"]
-        group = next(iter(stated["config_groups"].values()))
-        layout, weights = str(group.get("format") or stated["format"]), group["weights"]
-        if layout in _FLOAT_FORMATS:
-            return _FLOAT_FORMATS[layout]
-        if weights["type"] != "int":
-            return layout
-        activations = (group.get("input_activations") or {}).get("num_bits", 16)
-        asymmetric = "" if weights.get("symmetric", True) else "-asym"
-        return f"w{int(weights['num_bits'])}a{int(activations)}{asymmetric}"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, StopIteration) as error:
-        raise InvalidInputError(
-            f"{folder / 'config.json'} does not say how the weights are packed.",
-            remedy="fetch or make the model again: tightfit quantize MODEL --to w4a16",
-        ) from error
 
 
 def load_compressed(folder: Path, *, dtype: Dtype, device: torch.device) -> PreTrainedModel:

@@ -21,7 +21,12 @@ from tightfit.runtime.load import (
     read_model,
     require_bitsandbytes,
 )
-from tightfit.runtime.model_files import Artefact, ArtefactKind, import_gguf
+from tightfit.runtime.model_files import (
+    Artefact,
+    ArtefactKind,
+    import_gguf,
+    read_compressed_format,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -156,7 +161,7 @@ def _load(
             else f"GPTQ codes were unpacked once, to {dtype.value}.",
         )
     if artefact.kind is ArtefactKind.COMPRESSED:
-        from tightfit.runtime.compressed_tensors import load_compressed, read_compressed_format
+        from tightfit.runtime.compressed_tensors import load_compressed
 
         dtype = choose_dtype(device) if weights is None or weights.is_quantized else weights
         compressed = load_compressed(artefact.path, dtype=dtype, device=device)

@@ -488,6 +488,37 @@ def _kind_of(folder: Path) -> ArtefactKind:
     )
 
 
+_COMPRESSED_FLOATS = {
+    "float-quantized": "fp8",
+    "mxfp4-pack-quantized": "mxfp4",
+    "nvfp4-pack-quantized": "nvfp4",
+}
+
+
+def read_compressed_format(folder: Path) -> str:
+    """The format by vLLM's name: `fp8`, `w4a16`, `w4a16-asym`, `mxfp4`, `nvfp4`, ...
+
+    Where layers differ, the first group's.
+    """
+    try:
+        config = read_json_file(folder / "config.json", allows_infinity=True)
+        stated = config["quantization_config"]
+        group = next(iter(stated["config_groups"].values()))
+        layout, weights = str(group.get("format") or stated["format"]), group["weights"]
+        if layout in _COMPRESSED_FLOATS:
+            return _COMPRESSED_FLOATS[layout]
+        if weights["type"] != "int":
+            return layout
+        activations = (group.get("input_activations") or {}).get("num_bits", 16)
+        asymmetric = "" if weights.get("symmetric", True) else "-asym"
+        return f"w{int(weights['num_bits'])}a{int(activations)}{asymmetric}"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, StopIteration) as error:
+        raise InvalidInputError(
+            f"{folder / 'config.json'} does not say how the weights are packed.",
+            remedy="fetch or make the model again: tightfit quantize MODEL --to w4a16",
+        ) from error
+
+
 def _from_run(name: str, run: RunFolder) -> Artefact:
     plan = run.read_plan()
     if plan.training is None:

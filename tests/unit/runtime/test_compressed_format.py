@@ -11,7 +11,7 @@ import pytest
 from tightfit.core.errors import InvalidInputError
 from tightfit.export.formats import StepKind
 from tightfit.export.verify.scores import recognise_step
-from tightfit.runtime.compressed_tensors import read_compressed_format
+from tightfit.runtime.model_files import read_compressed_format
 
 
 def write_config(folder: Path, layout: str, weights: dict[str, Any], **other: Any) -> Path:
