@@ -37,7 +37,6 @@ def make_odd_llama(folder: Path) -> Path:
         intermediate_size=176,
         tie_word_embeddings=True,
         initializer_range=0.1,
-        dtype="bfloat16",
     )
 
 
@@ -71,12 +70,13 @@ def test_transformers_alone_reads_every_format(record: ExportFormat, tmp_path: P
     row = summary.rows[0]
     assert row.standing is QuantizeStatus.MADE
     assert row.size_bytes < 0.8 * summary.size_bytes  # embeddings are a third of it
-    assert 0.7 < row.predicted.disk_bytes / row.size_bytes < 1.3
-    left = any("down_proj" in note for note in row.notes)
-    assert left == (record.group_size == 32)
     stated = json.loads((out / "config.json").read_text())
-    assert stated["dtype"] == "bfloat16"
-    assert "lm_head" in stated["quantization_config"]["ignore"]
+    ignored = stated["quantization_config"]["ignore"]
+    assert stated["dtype"] == "float16"
+    assert "lm_head" in ignored
+    is_left = "model.layers.0.mlp.down_proj" in ignored
+    assert is_left or record.group_size != 32
+    assert is_left == any("down_proj" in note for note in row.notes)
     assert (out / "tokenizer.json").is_file()
 
     before = scores_of(library.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32))

@@ -217,6 +217,7 @@ def _settle_compressed(out: Path, job: GptqJob, linears: list[str]) -> list[str]
     config["dtype"] = config["torch_dtype"] = dtype
     # The library leaves out what it skipped by itself, and loaders would look for codes of it.
     config["quantization_config"]["ignore"] = plain
+    (made / "quantization_config.json").unlink(missing_ok=True)  # its own copy, which differs
     (made / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     _flatten(made, out)
     return sorted({name.rpartition(".")[2] for name in plain if "." in name})
