@@ -52,7 +52,7 @@ class QuantizeOptions:
     """Shrink a model to fewer bits, and measure what was lost.
 
     q*: a GGUF file for llama.cpp, with its own mixture of types. gptq-*: a folder that
-    transformers and vLLM load. fp8, w4a16, awq, mxfp4, nvfp4: a folder in compressed-tensors'
+    transformers and vLLM load. fp8, w4a16, mxfp4, nvfp4: a folder in compressed-tensors'
     layout for vLLM, SGLang and transformers. nf4, int8: a folder for bitsandbytes. Each result is
     compared with the original before it is called good; one that fails is renamed and the command
     ends with 8.

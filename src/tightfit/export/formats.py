@@ -59,7 +59,7 @@ LIMITS: dict[StepKind, Limits] = {
     StepKind.EXACT: Limits(top1=0.999, kl=1e-3, perplexity=0.005),
     StepKind.FORMAT: Limits(top1=0.995, kl=1e-3, perplexity=0.005),
     StepKind.Q8: Limits(top1=0.95, kl=0.01, perplexity=0.01),
-    StepKind.FP8: Limits(top1=0.80, kl=0.15, perplexity=0.10, usual_perplexity=0.06),
+    StepKind.FP8: Limits(),
     StepKind.INT8: Limits(top1=0.90, kl=0.05, perplexity=0.03),
     StepKind.Q6: Limits(top1=0.93, kl=0.02, perplexity=0.02),
     StepKind.Q5: Limits(top1=0.90, kl=0.05, perplexity=0.04),
@@ -72,7 +72,8 @@ LIMITS: dict[StepKind, Limits] = {
 }
 """Set from SmolLM2-135M, whose small matrices suffer more than larger models': Q8_0 96.6% and
 0.004, Q4_K_M 88.9% and +7% (with importance 92% and +4%), GPTQ-4 +12 to +18%, nf4 +29%, int8 +2%,
-each against fp32 on four windows of 512 tokens."""
+each against fp32 on four windows of 512 tokens. fp8 and fp4 were not measured there: what they
+cost is reported, and rejects nothing. w4a16 has the limits of gptq-4, measured in GPTQ's layout."""
 
 
 class CalibrationUse(Enum):
@@ -252,15 +253,6 @@ W4A16 = _compressed(
     tuning_steps=20,
     group_bits=16.0,
 )
-AWQ = _compressed(
-    name="awq",
-    scheme="awq",
-    engine_name="w4a16-asym",
-    bits=4,
-    step=StepKind.GPTQ4,
-    takes_tuning=False,
-    group_bits=20.0,
-)
 MXFP4 = _compressed(
     name="mxfp4",
     scheme="mxfp4",
@@ -279,7 +271,7 @@ NVFP4 = _compressed(
     group_size=16,
     group_bits=8.0,
 )
-for _record in (FP8, W4A16, AWQ, MXFP4, NVFP4):
+for _record in (FP8, W4A16, MXFP4, NVFP4):
     register_format(_record)
 Q8_0 = _gguf("q8_0", "Q8_0", StepKind.Q8)
 Q6_K = _gguf("q6_k", "Q6_K", StepKind.Q6)

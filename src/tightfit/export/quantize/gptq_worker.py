@@ -34,7 +34,6 @@ SCHEMES: dict[str, dict[str, Any]] = {
     # A scale per row of weights, and one per token of inputs, found while the model runs.
     "fp8": {**_FP8, **_FP8_INPUTS, "act_dynamic": True, "act_sym": True},
     "w4a16": {"scheme": "W4A16", "sym": True},
-    "awq": {"scheme": "W4A16", "sym": False, "alg_configs": "awq"},
     "mxfp4": {"scheme": "MXFP4"},
     "nvfp4": {"scheme": "NVFP4"},
 }
