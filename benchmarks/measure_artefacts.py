@@ -25,7 +25,10 @@ from typing import Any
 from _provenance import provenance
 
 GGUF_TYPES = ("q8_0", "q6_k", "q5_k_m", "q4_k_m", "q3_k_m", "q2_k")
-OTHERS = ("gptq-8", "gptq-4", "gptq-3", "gptq-2", "int8", "nf4")
+OTHERS = (
+    *("gptq-8", "gptq-4", "gptq-3", "gptq-2", "int8", "nf4"),
+    *("fp8", "w4a16", "mxfp4", "nvfp4"),
+)
 
 
 def run(words: list[str]) -> tuple[str, float, float]:

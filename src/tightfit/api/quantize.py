@@ -40,6 +40,7 @@ QUANTIZE_EXAMPLES = """\b
 Examples:
   tightfit quantize runs/sql --to q4_k_m
   tightfit quantize ./my-model --to gptq-4 --calibrate train.jsonl
+  tightfit quantize ./my-model --to fp8 --out my-model-fp8
   tightfit quantize ./my-model --to q8_0 --to q4_k_m --out shrunk
   tightfit quantize model-f16.gguf --to q5_k_m --no-importance
   tightfit quantize runs/sql --to all
@@ -51,8 +52,10 @@ class QuantizeOptions:
     """Shrink a model to fewer bits, and measure what was lost.
 
     q*: a GGUF file for llama.cpp, with its own mixture of types. gptq-*: a folder that
-    transformers and vLLM load. nf4, int8: a folder for bitsandbytes. Each result is compared with
-    the original before it is called good; one that fails is renamed and the command ends with 8.
+    transformers and vLLM load. fp8, w4a16, mxfp4, nvfp4: a folder in compressed-tensors'
+    layout for vLLM, SGLang and transformers. nf4, int8: a folder for bitsandbytes. Each result is
+    compared with the original before it is called good; one that fails is renamed and the command
+    ends with 8.
 
     What an interrupted `--to all` has finished is not made again.
     """
@@ -94,7 +97,8 @@ class QuantizeOptions:
         default=True,
     )
     iters: int | None = count_option(
-        "Tuning steps of each layer for gptq-*. [default: 0, at 4 bits 20, at 3 and 2 bits 50]",
+        "Tuning steps of each layer for gptq-*, w4a16, mxfp4 and nvfp4. [default: 0; gptq-4 and "
+        "w4a16 20, gptq-3 and gptq-2 50]",
         most=MAX_ITERS,
         example=50,
         least=0,

@@ -66,8 +66,8 @@ class VerifyOptions:
     )
     step: str | None = text_option(
         "KIND",
-        "Judge every model as this kind: exact, format, 8-bit, int8, 6-bit, 5-bit, 4-bit, "
-        "gptq-4, nf4, 3-bit or 2-bit. [default: found from the files]",
+        "Judge every model as this kind: exact, format, 8-bit, fp8, int8, 6-bit, 5-bit, 4-bit, "
+        "gptq-4, nf4, fp4, 3-bit or 2-bit. [default: found from the files]",
         example="8-bit",
         name="--as",
     )

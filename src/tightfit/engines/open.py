@@ -95,6 +95,7 @@ _KIND_NAMES = {
     "adapter": "an adapter",
     "gptq": "a GPTQ folder",
     "bitsandbytes": "a bitsandbytes folder",
+    "compressed-tensors": "a compressed-tensors folder",
     "gguf": "a GGUF file",
 }
 
@@ -345,7 +346,10 @@ def _choose_name(
         "vllm" in installed.engines
         and installed.num_gpus > 0
         and request.device in ("auto", "cuda")
-        and (kind == "model" or (kind == "gptq" and gptq_bits in VLLM_GPTQ_BITS))
+        and (
+            kind in ("model", "compressed-tensors")
+            or (kind == "gptq" and gptq_bits in VLLM_GPTQ_BITS)
+        )
         and not is_quantized
         and not request.needs_logits
     ):

@@ -35,7 +35,7 @@ from tightfit.engines.protocol import (
 )
 from tightfit.models.resolve import measure_weights
 from tightfit.models.spec import ModelSpec
-from tightfit.runtime.model_files import Artefact, ArtefactKind
+from tightfit.runtime.model_files import Artefact, ArtefactKind, read_compressed_format
 from tightfit.runtime.resolve import resolve_model
 
 if TYPE_CHECKING:
@@ -246,6 +246,8 @@ def open_vllm(request: EngineRequest, *, why: str) -> VllmEngine:
     weights = "bf16" if request.weights is None else request.weights.value
     if artefact.kind is ArtefactKind.GPTQ:
         weights = f"gptq-{read_gptq_bits(artefact)}"
+    elif artefact.kind is ArtefactKind.COMPRESSED:
+        weights = read_compressed_format(artefact.path)
     layers = sum(b.num_layers for b in spec.blocks if b.kind == "decoder" and b.attends)
     info = EngineInfo(
         engine="vllm",

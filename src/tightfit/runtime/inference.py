@@ -21,7 +21,12 @@ from tightfit.runtime.load import (
     read_model,
     require_bitsandbytes,
 )
-from tightfit.runtime.model_files import Artefact, ArtefactKind, import_gguf
+from tightfit.runtime.model_files import (
+    Artefact,
+    ArtefactKind,
+    import_gguf,
+    read_compressed_format,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -154,6 +159,18 @@ def _load(
             note="GPTQ codes stay packed and are unpacked at every use, not by gptqmodel's kernels."
             if device.type == "cuda"
             else f"GPTQ codes were unpacked once, to {dtype.value}.",
+        )
+    if artefact.kind is ArtefactKind.COMPRESSED:
+        from tightfit.runtime.compressed_tensors import load_compressed
+
+        dtype = choose_dtype(device) if weights is None or weights.is_quantized else weights
+        compressed = load_compressed(artefact.path, dtype=dtype, device=device)
+        return LoadedModel(
+            model=compressed,
+            format=read_compressed_format(artefact.path),
+            device=str(device),
+            note=f"Codes were unpacked once, to {dtype.value}; activations are rounded where the "
+            "format rounds them.",
         )
     if artefact.kind is ArtefactKind.BITSANDBYTES:
         return _load_bitsandbytes(artefact.path, device)

@@ -409,7 +409,13 @@ class ArtefactKind(str, Enum):
     GPTQ = "gptq"
     BITSANDBYTES = "bitsandbytes"
     """A Hugging Face folder with nf4 or int8 weights."""
+    COMPRESSED = "compressed-tensors"
+    """A Hugging Face folder as llm-compressor and auto-round write them for vLLM."""
     GGUF = "gguf"
+
+    @property
+    def is_quantized_folder(self) -> bool:
+        return self in (ArtefactKind.GPTQ, ArtefactKind.BITSANDBYTES, ArtefactKind.COMPRESSED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -471,14 +477,46 @@ def _kind_of(folder: Path) -> ArtefactKind:
     method = str(stated.get("quant_method", "")).lower()
     if method in ("gptq", "auto-round", "auto_round"):
         return ArtefactKind.GPTQ
-    if method == "bitsandbytes":
-        return ArtefactKind.BITSANDBYTES
+    if method in (ArtefactKind.BITSANDBYTES.value, ArtefactKind.COMPRESSED.value):
+        return ArtefactKind(method)
     if method == MXFP4:  # as the model was published; loading unpacks it
         return ArtefactKind.MODEL
     raise InvalidInputError(
         f"{folder} is quantized with {method or 'an unnamed method'}, which no engine here reads.",
-        remedy="name the model it was made from, or a GPTQ, bitsandbytes or GGUF version of it",
+        remedy="name the model it was made from, or a GPTQ, compressed-tensors, bitsandbytes or "
+        "GGUF version of it",
     )
+
+
+_COMPRESSED_FLOATS = {
+    "float-quantized": "fp8",
+    "mxfp4-pack-quantized": "mxfp4",
+    "nvfp4-pack-quantized": "nvfp4",
+}
+
+
+def read_compressed_format(folder: Path) -> str:
+    """The format by vLLM's name: `fp8`, `w4a16`, `w4a16-asym`, `mxfp4`, `nvfp4`, ...
+
+    Where layers differ, the first group's.
+    """
+    try:
+        config = read_json_file(folder / "config.json", allows_infinity=True)
+        stated = config["quantization_config"]
+        group = next(iter(stated["config_groups"].values()))
+        layout, weights = str(group.get("format") or stated["format"]), group["weights"]
+        if layout in _COMPRESSED_FLOATS:
+            return _COMPRESSED_FLOATS[layout]
+        if weights["type"] != "int":
+            return layout
+        activations = (group.get("input_activations") or {}).get("num_bits", 16)
+        asymmetric = "" if weights.get("symmetric", True) else "-asym"
+        return f"w{int(weights['num_bits'])}a{int(activations)}{asymmetric}"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, StopIteration) as error:
+        raise InvalidInputError(
+            f"{folder / 'config.json'} does not say how the weights are packed.",
+            remedy="fetch or make the model again: tightfit quantize MODEL --to w4a16",
+        ) from error
 
 
 def _from_run(name: str, run: RunFolder) -> Artefact:

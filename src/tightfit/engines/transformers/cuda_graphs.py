@@ -16,6 +16,7 @@ from transformers import cache_utils
 
 from tightfit.engines.transformers.rows import DecoderRows, has_plain_cache, round_columns
 from tightfit.runtime.attention import register_attention
+from tightfit.runtime.compressed_tensors import rounds_activations
 from tightfit.runtime.decoding import (
     SLOTS,
     as_mask,
@@ -131,6 +132,7 @@ def supports_slots(model: Any) -> bool:
         and "position_ids" in inspect.signature(model.forward).parameters
         and set(getattr(text, "layer_types", None) or ()) <= _KINDS
         and len({parameter.device for parameter in model.parameters()}) == 1
+        and not rounds_activations(model)
     )
 
 

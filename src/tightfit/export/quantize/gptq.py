@@ -1,4 +1,4 @@
-"""The writer of GPTQ formats: group size, forecast, and the worker process that quantizes."""
+"""The writer of GPTQ and compressed-tensors formats: group size, forecast, the worker process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from math import ceil
 from pathlib import Path
 
 from tightfit.core.child_process import ChildProcess, Message
-from tightfit.core.errors import DoesNotFitError, SetupError, UserError
+from tightfit.core.errors import DoesNotFitError, InvalidInputError, SetupError, UserError
 from tightfit.core.files import partial_path, publish_folder, write_atomic
 from tightfit.core.import_path import module_words
 from tightfit.core.progress import CountProgress
@@ -22,7 +22,13 @@ from tightfit.core.reading import read_json_file
 from tightfit.estimation.weights import largest_layer
 from tightfit.export.formats import ExportFormat
 from tightfit.export.quantize import gptq_worker
-from tightfit.export.quantize.gptq_worker import EXIT_MEMORY, EXIT_MISSING, GPTQMODEL, GptqJob
+from tightfit.export.quantize.gptq_worker import (
+    EXIT_MEMORY,
+    EXIT_MISSING,
+    EXIT_REFUSED,
+    GPTQMODEL,
+    GptqJob,
+)
 from tightfit.export.quantize.job import (
     PROCESS_BYTES,
     FormatWriter,
@@ -32,8 +38,6 @@ from tightfit.export.quantize.job import (
 )
 from tightfit.runtime.model_files import copy_tokenizer_files
 
-SCALE_BITS = 20.0
-"""Per group: a 16-bit scale and a zero point."""
 TUNED_PASSES = 3
 """Forward and backward of one layer per tuning step, in forward passes."""
 GROUP_SIZES = (128, 64, 32)
@@ -44,7 +48,7 @@ loses 24% in perplexity with groups of 64 and 16% with groups of 32, for 0.3 bit
 
 
 class GptqWriter(FormatWriter):
-    """Writes GPTQ folders, each in a process of its own."""
+    """Writes folders for transformers and vLLM, each in a process of its own."""
 
     def __init__(self, job: QuantizeJob) -> None:
         self._job = job
@@ -60,7 +64,7 @@ class GptqWriter(FormatWriter):
         layer = largest_layer(spec) * (4 + (12 if steps else 4))
         group_size = self._group_size(wanted)
         group = group_size if group_size > 0 else spec.hidden_size
-        packed = spec.linear_params * (wanted.bits + SCALE_BITS / group) / 8
+        packed = spec.linear_params * (wanted.bits + wanted.group_bits / group) / 8
         passes = 2 + TUNED_PASSES * steps * min(1.0, 8 * 512 / max(num_tokens, 1))
         search = spec.linear_params * 200 / 1e9  # grid search of the scales, on one core
         stored = source.value_bytes * spec.num_params
@@ -74,31 +78,58 @@ class GptqWriter(FormatWriter):
         import numpy as np
 
         source, request = self._job.source, self._job.request
-        calibration = self._job.calibration
+        plain = self._plain_matrices(wanted)
+        calibration = self._job.calibration if self._job.calibrates(wanted) else None
         work = partial_path(path)
         work.mkdir(parents=True, exist_ok=True)
         rows, out = work / "rows.npy", work / "model"
-        with rows.open("wb") as stream:
-            np.save(stream, calibration.rows)
+        if calibration is not None:
+            with rows.open("wb") as stream:
+                np.save(stream, calibration.rows)
         job = GptqJob(
             model=str(source.path.resolve()),
-            rows=str(rows.resolve()),
+            rows="" if calibration is None else str(rows.resolve()),
             out=str(out.resolve()),
             resume=str((work / "resume").resolve()),
             bits=wanted.bits,
             group_size=self._group_size(wanted),
             iters=self._tuning_steps(wanted),
-            tool=request.tool,
+            tool=gptq_worker.AUTO_ROUND if wanted.scheme else request.tool,
             device=request.device,
-            key=f"{source.stamp} {calibration.digest}",
+            scheme=wanted.scheme,
+            plain=",".join(plain),
+            key=f"{source.stamp} {'' if calibration is None else calibration.digest}",
         )
         worked = run_gptq(job, work, python=request.python, report=self._job.stage(wanted.name))
         copy_tokenizer_files(source.path, out)
         copy_tokenizer_files(source.artefact.tokenizer, out)
         publish_folder(out, path)
         shutil.rmtree(work, ignore_errors=True)
-        note = explain_group_size(self._widths, self._group_size(wanted))
-        return replace(worked, notes=tuple(filter(None, (note, *calibration.notes))))
+        notes = [*worked.notes, *(() if calibration is None else calibration.notes)]
+        if not wanted.group_size:
+            notes.insert(0, explain_group_size(self._widths, self._group_size(wanted)) or "")
+        return replace(worked, notes=tuple(filter(None, notes)))
+
+    def refusal(self, wanted: ExportFormat) -> UserError | None:
+        if wanted.scheme and any(block.num_experts for block in self._job.source.spec.blocks):
+            return InvalidInputError(
+                f"{wanted.name} is not made of mixtures of experts here: their weights are no "
+                "linear layers in transformers, and what is written for them is not checked.",
+                remedy="--to q4_k_m, which every mixture with a GGUF architecture has",
+            )
+        return None
+
+    def _plain_matrices(self, wanted: ExportFormat) -> list[str]:
+        """Modules whose rows do not divide into the groups that the format fixes."""
+        size = wanted.group_size
+        parts = [part for block in self._job.source.spec.blocks for part in block.linears]
+        odd = sorted({part.name for part in parts if size > 0 and part.in_features % size})
+        if odd and len(odd) == len({part.name for part in parts}):
+            raise InvalidInputError(
+                f"{wanted.name} has groups of {size}, into which no matrix of this model divides.",
+                remedy="--to fp8, which has no groups, or --to int8",
+            )
+        return odd
 
     @cached_property
     def _widths(self) -> frozenset[int]:
@@ -107,11 +138,11 @@ class GptqWriter(FormatWriter):
         return frozenset(part.in_features for block in blocks for part in block.linears)
 
     def _group_size(self, wanted: ExportFormat) -> int:
-        return choose_group_size(self._widths, bits=wanted.bits)
+        return wanted.group_size or choose_group_size(self._widths, bits=wanted.bits)
 
     def _tuning_steps(self, wanted: ExportFormat) -> int:
         stated = self._job.request.iters
-        return wanted.tuning_steps if stated is None else stated
+        return wanted.tuning_steps if stated is None or not wanted.takes_tuning else stated
 
 
 def choose_group_size(widths: Collection[int], *, bits: int) -> int:
@@ -129,11 +160,11 @@ def explain_group_size(widths: Collection[int], chosen: int) -> str | None:
     """A note where the group size is not the usual 128."""
     if chosen == GROUP_SIZES[0]:
         return None
-    groups = "one scale per row" if chosen == WHOLE_ROW else f"groups of {chosen}"
+    groups = "One scale per row" if chosen == WHOLE_ROW else f"Groups of {chosen}"
     odd = [width for width in widths if width % GROUP_SIZES[0]]
     if chosen == GROUP_SIZES[-1] and min(widths) < SMALL_WIDTH:
-        return f"GPTQ with {groups}: a model this small loses too much with {GROUP_SIZES[0]}."
-    return f"GPTQ with {groups}: {min(odd):,} inputs do not divide into groups of {GROUP_SIZES[0]}."
+        return f"{groups}: a model this small loses too much with {GROUP_SIZES[0]}."
+    return f"{groups}: {min(odd):,} inputs do not divide into groups of {GROUP_SIZES[0]}."
 
 
 # The worker process.
@@ -176,9 +207,12 @@ def run_gptq(
             remedy="name a Python that has the quantizer: --python /path/to/python",
         ) from error
     last: Message = {}
+    plain: list[str] = []
     try:
         for message in child:
-            if "done" not in message:
+            if "plain" in message:
+                plain = [str(name) for name in message["plain"]]
+            elif "done" not in message:
                 last = message
             elif report is not None:
                 report(int(message["done"]), int(message["of"]))
@@ -191,6 +225,7 @@ def run_gptq(
     return QuantizeMeasurement(
         seconds=float(last.get("seconds", 0.0)),
         peak_host_bytes=int(last.get("peak_rss_bytes", 0)),
+        notes=(f"{job.scheme}: {', '.join(plain)} stay in 16 bits.",) if plain else (),
     )
 
 
@@ -205,8 +240,14 @@ def worker_command(python: str | None, job_path: Path) -> list[str]:
 def _worker_error(code: int, problem: str, job: GptqJob, log_path: Path) -> UserError:
     if code == EXIT_MISSING:
         return SetupError(
-            f"GPTQ needs {job.tool}, which cannot be imported: {problem.rstrip('.')}.",
+            f"{job.scheme or 'GPTQ'} needs {job.tool}, which cannot be imported: "
+            f"{problem.rstrip('.')}.",
             remedy=INSTALL[job.tool],
+        )
+    if code == EXIT_REFUSED:
+        return InvalidInputError(
+            f"{job.scheme} cannot hold this model: {problem.rstrip('.')}.",
+            remedy="--to gptq-4, or a GGUF format such as --to q4_k_m",
         )
     if code in (EXIT_MEMORY, -signal.SIGKILL):
         return DoesNotFitError(

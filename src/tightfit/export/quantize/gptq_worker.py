@@ -1,4 +1,6 @@
-"""The process that makes a GPTQ-format model: `python -m ...gptq_worker job.json PARENT`.
+"""The process that quantizes for vLLM and transformers: `python -m ...gptq_worker job.json PARENT`.
+
+It writes GPTQ's layout, or compressed-tensors'.
 
 It imports nothing of this package, so that it can be run by the Python of another environment,
 where the quantizer's version demands do not clash with ours. Progress goes to stdout, a JSON object
@@ -23,8 +25,21 @@ MAX_BATCH = 8
 EXIT_MISSING = 21
 EXIT_MEMORY = 22
 EXIT_ALONE = 23
+EXIT_REFUSED = 24
 LARGEST_FP16 = 65504.0
 SHARD_BYTES = 5 * 10**9
+_FP8 = {"bits": 8, "data_type": "fp", "sym": True, "group_size": -1}
+_FP8_INPUTS = {"act_bits": 8, "act_data_type": "fp", "act_group_size": -1}
+SCHEMES: dict[str, dict[str, Any]] = {
+    # A scale per row of weights, and one per token of inputs, found while the model runs.
+    "fp8": {**_FP8, **_FP8_INPUTS, "act_dynamic": True, "act_sym": True},
+    "w4a16": {"scheme": "W4A16", "sym": True},
+    "mxfp4": {"scheme": "MXFP4"},
+    "nvfp4": {"scheme": "NVFP4"},
+}
+"""Formats in the library's words. Source: auto-round 0.16.1, `auto_round/schemes.py`."""
+PACKED = ("weight_packed", "weight_scale", "qweight")
+"""Tensors that only a quantized matrix has."""
 Send = Callable[[dict[str, Any]], None]
 """Writes one message to the parent."""
 
@@ -36,7 +51,7 @@ class GptqJob:
     model: str
     """Folder with config.json and weights."""
     rows: str
-    """A .npy file: calibration tokens, one row of equal length each."""
+    """A .npy file: calibration tokens, one row of equal length each. Empty: without calibration."""
     out: str
     """Folder for the result; made here."""
     resume: str
@@ -47,6 +62,10 @@ class GptqJob:
     iters: int
     tool: str = AUTO_ROUND
     device: str = "auto"
+    scheme: str = ""
+    """Of `SCHEMES`, in compressed-tensors' layout. Empty: GPTQ."""
+    plain: str = ""
+    """Names of matrices that stay in 16 bits, with commas."""
     key: str = ""
     """Of the model's and the rows' content: a job with another key does not resume this one."""
 
@@ -75,6 +94,9 @@ def main(words: list[str]) -> int:
     except ImportError as error:
         send({"problem": str(error)})
         return EXIT_MISSING
+    except UnsupportedModelError as error:
+        send({"problem": str(error)})
+        return EXIT_REFUSED
     except (MemoryError, RuntimeError) as error:
         send({"problem": str(error).splitlines()[0] if str(error) else repr(error)})
         if isinstance(error, MemoryError) or "out of memory" in str(error).lower():
@@ -84,15 +106,21 @@ def main(words: list[str]) -> int:
     return 0
 
 
+class UnsupportedModelError(Exception):
+    """The model has layers that the layout cannot hold."""
+
+
 def auto_round_arguments(job: GptqJob, rows: Any, device: str) -> dict[str, Any]:
     """Our job in the library's words. Source: auto-round 0.16.1, `AutoRound`."""
     import torch
 
     samples = [torch.as_tensor(row, dtype=torch.long)[None] for row in rows]
+    words: dict[str, Any] = {"bits": job.bits, "sym": True}
+    if job.scheme:
+        words = SCHEMES[job.scheme] | ({"ignore_layers": job.plain} if job.plain else {})
     return {
-        "bits": job.bits,
         "group_size": job.group_size,
-        "sym": True,
+        **words,
         "iters": job.iters,
         "seqlen": int(rows.shape[1]),
         "nsamples": len(rows),
@@ -116,10 +144,14 @@ def _with_auto_round(job: GptqJob, send: Send) -> None:
     os.environ["AR_WORK_SPACE"] = str(Path(job.resume).with_name("work_space"))
     import numpy as np
 
-    rows = np.load(job.rows, allow_pickle=False)
+    # Without calibration one row stands in for the library's own text, which it would fetch.
+    rows = np.load(job.rows, allow_pickle=False) if job.rows else np.ones((1, 8), np.int32)
     import torch
     from auto_round import AutoRound
     from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if job.scheme:
+        import compressed_tensors  # noqa: F401  # which the library needs to write the layout
 
     _follow_bars(send)
     device = job.device
@@ -134,9 +166,13 @@ def _with_auto_round(job: GptqJob, send: Send) -> None:
     model = AutoModelForCausalLM.from_pretrained(
         job.model, dtype="auto", local_files_only=True, trust_remote_code=False
     )
+    linears = _list_linears(model) if job.scheme else []
     quantizer = AutoRound(model, tokenizer, **auto_round_arguments(job, rows, device))
-    quantizer.quantize_and_save(job.out, format="auto_gptq")
-    _settle(Path(job.out), job)
+    quantizer.quantize_and_save(job.out, format="llm_compressor" if job.scheme else "auto_gptq")
+    if job.scheme:
+        send({"plain": _settle_compressed(Path(job.out), job, linears)})
+    else:
+        _settle(Path(job.out), job)
 
 
 def _with_gptqmodel(job: GptqJob, send: Send) -> None:
@@ -152,6 +188,40 @@ def _with_gptqmodel(job: GptqJob, send: Send) -> None:
     _settle(Path(job.out), job)
 
 
+def _list_linears(model: Any) -> list[str]:
+    """Names of the linear layers; raises where there are none that the layout can hold."""
+    import torch
+
+    found = [name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)]
+    head = model.get_output_embeddings()
+    if not [name for name in found if model.get_submodule(name) is not head]:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has no plain linear layers, which compressed-tensors needs"
+        )
+    return found
+
+
+def _settle_compressed(out: Path, job: GptqJob, linears: list[str]) -> list[str]:
+    """One flat folder and a config that names what is plain; returns plain matrices of layers."""
+    made = out if (out / "config.json").is_file() else next(out.rglob("config.json")).parent
+    packed = _gather(made)
+    plain = [name for name in linears if name not in packed]
+    if not packed:
+        raise UnsupportedModelError(f"none of its {len(linears)} matrices were quantized")
+    config = json.loads((made / "config.json").read_text())
+    source = json.loads((Path(job.model) / "config.json").read_text())
+    stated = str(source.get("dtype") or source.get("torch_dtype") or "")
+    # As the plain values are stored.
+    dtype = "bfloat16" if stated.endswith("bfloat16") else "float16"
+    config["dtype"] = config["torch_dtype"] = dtype
+    # The library leaves out what it skipped by itself, and loaders would look for codes of it.
+    config["quantization_config"]["ignore"] = plain
+    (made / "quantization_config.json").unlink(missing_ok=True)  # its own copy, which differs
+    (made / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    _flatten(made, out)
+    return sorted({name.rpartition(".")[2] for name in plain if "." in name})
+
+
 def _settle(out: Path, job: GptqJob) -> None:
     """One flat folder, what is not packed in fp16, and the config as every loader reads it."""
     made = out if (out / "config.json").is_file() else next(out.rglob("config.json")).parent
@@ -164,14 +234,22 @@ def _settle(out: Path, job: GptqJob) -> None:
     stated |= {"quant_method": "gptq", "checkpoint_format": "gptq", "lm_head": False}
     (made / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     (made / "quantize_config.json").write_text(json.dumps(stated, indent=2) + "\n")
+    _flatten(made, out)
+
+
+def _flatten(made: Path, out: Path) -> None:
+    """The files of `made`, which lies in `out`, to `out` itself."""
     if made != out:
         for path in made.iterdir():
             path.rename(out / path.name)
         made.rmdir()
 
 
-def _gather(folder: Path) -> None:
-    """The library's file per layer as a few large ones, without what a resumed job left double."""
+def _gather(folder: Path) -> set[str]:
+    """The library's file per layer as a few large ones, without what a resumed job left double.
+
+    Returns the names of the quantized matrices.
+    """
     from safetensors import safe_open
     from safetensors.torch import save_file
 
@@ -180,7 +258,7 @@ def _gather(folder: Path) -> None:
         with safe_open(path, "pt") as stored:
             for name in stored.keys():  # noqa: SIM118
                 homes[name] = path
-    packed = {name.removesuffix(".qweight") for name in homes if name.endswith(".qweight")}
+    packed = {name.rpartition(".")[0] for name in homes if name.rpartition(".")[2] in PACKED}
     shards: list[tuple[Path, list[str]]] = []
     held: dict[str, Any] = {}
     held_bytes = total = 0
@@ -193,10 +271,15 @@ def _gather(folder: Path) -> None:
         held.clear()
 
     for name, path in homes.items():
-        if name.removesuffix(".weight") in packed:
+        layer, _, part = name.rpartition(".")
+        is_replaced = any(f"{layer}.{codes}" in homes for codes in ("qweight", "weight_packed"))
+        if part == "weight" and is_replaced:
             continue
         with safe_open(path, "pt") as stored:
-            tensor = _narrow(stored.get_tensor(name))
+            tensor = stored.get_tensor(name)
+        # Scales of compressed-tensors keep their dtype: those of FP8 are tiny in fp16.
+        if part in ("weight", "bias") or layer not in packed or f"{layer}.qweight" in homes:
+            tensor = _narrow(tensor)
         size = tensor.numel() * tensor.element_size()
         if held and held_bytes + size > SHARD_BYTES:
             flush()
@@ -212,7 +295,7 @@ def _gather(folder: Path) -> None:
     index.unlink(missing_ok=True)
     if len(shards) == 1:
         shards[0][0].rename(folder / "model.safetensors")
-        return
+        return packed
     weight_map: dict[str, str] = {}
     for number, (path, names) in enumerate(shards, start=1):
         title = f"model-{number:05}-of-{len(shards):05}.safetensors"
@@ -220,6 +303,7 @@ def _gather(folder: Path) -> None:
         weight_map |= dict.fromkeys(names, title)
     document = {"metadata": {"total_size": total}, "weight_map": weight_map}
     index.write_text(json.dumps(document, indent=2) + "\n")
+    return packed
 
 
 def _narrow(tensor: Any) -> Any:

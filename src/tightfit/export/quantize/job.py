@@ -315,6 +315,11 @@ class FormatWriter(ABC):
     def write(self, wanted: ExportFormat, path: Path) -> QuantizeMeasurement:
         """Write the file or folder whole or not at all."""
 
+    def refusal(self, wanted: ExportFormat) -> UserError | None:
+        """Why this model cannot be made into the format; None where it can."""
+        del wanted
+        return None
+
     def scratch_bytes(self) -> int:
         """Disk that it takes beside the results, until `close`."""
         return 0
@@ -374,7 +379,7 @@ class OutputPaths:
 def find_quantize_source(name: str, formats: Sequence[ExportFormat]) -> QuantizeSource:
     """The model that `name` means, if these formats can be made from it."""
     artefact = _use_merged(find_artefact(name))
-    if artefact.kind in (ArtefactKind.GPTQ, ArtefactKind.BITSANDBYTES):
+    if artefact.kind.is_quantized_folder:
         raise InvalidInputError(
             f"{name} is quantized already ({artefact.kind.value}).",
             remedy="name the model it was made from",
@@ -389,7 +394,7 @@ def find_quantize_source(name: str, formats: Sequence[ExportFormat]) -> Quantize
     spec = read_gguf_model(artefact.path) if is_gguf else resolve_model(str(artefact.path))
     if spec.is_encoder_decoder and not all(wanted.takes_encoder_decoder for wanted in formats):
         raise InvalidInputError(
-            f"{name} is an encoder-decoder model, which GPTQ and GGUF are not made for here.",
+            f"{name} is an encoder-decoder model, of which only nf4 and int8 are made here.",
             remedy="--to nf4 or --to int8",
         )
     named = Path(artefact.name).expanduser()
@@ -512,6 +517,9 @@ class QuantizeJob:
         report = self.request.report
         return None if report is None else lambda done, of: report(name, done, of)
 
+    def refusal(self, wanted: ExportFormat) -> UserError | None:
+        return self._writer(wanted).refusal(wanted)
+
     def forecast(self, wanted: ExportFormat) -> QuantizeForecast:
         return self._writer(wanted).forecast(wanted)
 
@@ -557,8 +565,11 @@ def quantize_model(request: QuantizeRequest) -> QuantizeSummary:
     paths = choose_output_paths(source, request.formats, request.out)
     summary = _open_summary(request, source, paths)
     key = _settings_key(request)
+    job = QuantizeJob(request, source, paths.home)
+    possible, notes = _leave_out_refused(job)
+    summary = summary.model_copy(update={"notes": notes})
     left = []
-    for target in request.formats:
+    for target in possible:
         row, path = summary.find(target), paths.of[target]
         is_done = row is not None and row.key == key and row.standing.is_done and path.exists()
         if is_done and not request.force:
@@ -570,7 +581,6 @@ def quantize_model(request: QuantizeRequest) -> QuantizeSummary:
             raise UsageError(f"{path} cannot be the result.", remedy="--out another name")
         else:
             check_file_target(path, force=request.force)
-    job = QuantizeJob(request, source, paths.home)
     forecasts = {target: job.forecast(target) for target in left}
     if forecasts:
         needed = sum(forecast.disk_bytes for forecast in forecasts.values())
@@ -595,6 +605,16 @@ def quantize_model(request: QuantizeRequest) -> QuantizeSummary:
     if paths.summary is not None and len(scored) > 1 and write_plot(summary, plot):
         summary = summary.model_copy(update={"plot": str(plot)})
     return _save_summary(paths, summary)
+
+
+def _leave_out_refused(job: QuantizeJob) -> tuple[list[ExportFormat], tuple[str, ...]]:
+    """The formats that this model can be made into, and why not the others; raises without any."""
+    refused = {target: job.refusal(target) for target in job.request.formats}
+    errors = [error for error in refused.values() if error is not None]
+    if errors and len(errors) == len(refused):
+        raise errors[0]
+    possible = [target for target, error in refused.items() if error is None]
+    return possible, tuple(f"Left out: {error.problem}" for error in errors)
 
 
 def _open_summary(

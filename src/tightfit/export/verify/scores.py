@@ -279,6 +279,7 @@ LEAST_POSITIONS = 64
 """Fewer positions than these prove nothing."""
 
 _GGUF_WIDTH = re.compile(r"(?:IQ|TQ|Q)(\d)")
+_INTEGER_WIDTHS = re.compile(r"w(\d)a\d+")
 
 
 def recognise_step(reference: str, other: str, *, is_same_engine: bool) -> StepKind:
@@ -291,6 +292,9 @@ def recognise_step(reference: str, other: str, *, is_same_engine: bool) -> StepK
     # Files of other programs: GGUF types that are not made here, and odd GPTQ widths.
     if found := _GGUF_WIDTH.match(other.upper()):
         widths = {8: StepKind.Q8, 6: StepKind.Q6, 5: StepKind.Q5, 4: StepKind.Q4, 3: StepKind.Q3}
+        return widths.get(int(found[1]), StepKind.Q2)
+    if found := _INTEGER_WIDTHS.match(other):
+        widths = {8: StepKind.INT8, 4: StepKind.GPTQ4, 3: StepKind.Q3}
         return widths.get(int(found[1]), StepKind.Q2)
     if other.startswith("gptq-"):
         return StepKind.Q2
