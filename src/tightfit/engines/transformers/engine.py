@@ -18,6 +18,7 @@ from tightfit.engines.protocol import (
 )
 from tightfit.engines.transformers.batch import ContinuousBatcher, RunningAnswer, free_memory
 from tightfit.engines.transformers.constraint import ConstraintMaker
+from tightfit.engines.transformers.prefixes import MEMORY_FRACTION, reuses_prefixes
 from tightfit.engines.transformers.rows import (
     CPU_SLOTS,
     PREFILL_TOKENS,
@@ -29,6 +30,7 @@ from tightfit.engines.transformers.rows import (
     has_plain_cache,
 )
 from tightfit.estimation.inference import kv_row_bytes
+from tightfit.hardware.machine import read_machine
 from tightfit.models.families.registry import find_family
 from tightfit.runtime.attention import read_loaded_config
 from tightfit.runtime.inference import LoadedModel, load_for_inference
@@ -42,7 +44,7 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 
 
-def open_rows(model: Any, *, most_rows: int) -> BatchRows:
+def open_rows(model: Any, *, most_rows: int, prefix_bytes: int = 0) -> BatchRows:
     """The kind of rows that the family needs."""
     if model.config.is_encoder_decoder:
         return EncoderDecoderRows(model)
@@ -51,8 +53,8 @@ def open_rows(model: Any, *, most_rows: int) -> BatchRows:
     from tightfit.engines.transformers.cuda_graphs import SlotRows, supports_slots
 
     if model.device.type == "cuda" and supports_slots(model):
-        return SlotRows(model, most_rows=most_rows)
-    return DecoderRows(model, most_rows=most_rows)
+        return SlotRows(model, most_rows=most_rows, prefix_bytes=prefix_bytes)
+    return DecoderRows(model, most_rows=most_rows, prefix_bytes=prefix_bytes)
 
 
 # Sizes of a loaded model: parameters, bytes, slots.
@@ -127,6 +129,19 @@ def choose_slots(model: Any, asked: int | None, *, max_context: int) -> int:
     return count_gpu_slots(free, each)
 
 
+def choose_prefix_bytes(model: Any) -> int:
+    """What earlier requests' keys and values may take; 0 where the family cannot reuse them."""
+    import torch
+
+    config = model.config
+    if config.is_encoder_decoder or not has_plain_cache(config) or not reuses_prefixes(config):
+        return 0
+    free = read_machine().available_memory_bytes
+    if model.device.type == "cuda":
+        free = torch.cuda.mem_get_info(model.device)[0]
+    return int(free * MEMORY_FRACTION)
+
+
 # Logits of a whole text, computed piece by piece so that they never fill the device.
 
 _MAX_LOGITS = 1 << 26
@@ -196,6 +211,7 @@ class TransformersEngine(BaseEngine):
         model: Any = loaded.model
         max_context = choose_context(request.context, find_context(model.config))
         num_slots = choose_slots(model, request.slots, max_context=max_context)
+        prefix_bytes = choose_prefix_bytes(model)
         info = EngineInfo(
             engine="transformers",
             version=str(transformers.__version__),
@@ -208,12 +224,13 @@ class TransformersEngine(BaseEngine):
             num_params=count_params(model),
             weight_bytes=count_bytes(model),
             kv_bytes_per_token=kv_bytes_per_token(model),
+            prefix_bytes=prefix_bytes,
         )
         num_vocabulary = int(model.get_input_embeddings().weight.shape[0])
         super().__init__(info, prompter, num_vocabulary=num_vocabulary)
         self._model = model
         self._constraints = ConstraintMaker(prompter, num_vocabulary=num_vocabulary)
-        rows = open_rows(model, most_rows=num_slots)
+        rows = open_rows(model, most_rows=num_slots, prefix_bytes=prefix_bytes)
         kind = "cuda" if model.device.type == "cuda" else "cpu"
         self._batcher = ContinuousBatcher(
             rows,
