@@ -11,13 +11,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 if TYPE_CHECKING:
+    import numpy as np
     import torch
     from numpy.typing import NDArray
 
-Tokens = "NDArray[np.int64]"
 LayerParts = tuple["torch.Tensor", "torch.Tensor"]
 """Keys and values of one row, (heads, tokens, width)."""
 Prefix = list[LayerParts | None]
@@ -41,14 +39,16 @@ def reuses_prefixes(config: Any) -> bool:
 
 
 def as_tokens(tokens: Sequence[int]) -> NDArray[np.int64]:
+    import numpy as np
+
     return np.asarray(tokens, dtype=np.int64)
 
 
 def count_shared(one: NDArray[np.int64], other: NDArray[np.int64]) -> int:
     """How many first tokens are the same."""
     length = min(len(one), len(other))
-    differing = np.flatnonzero(one[:length] != other[:length])
-    return int(differing[0]) if len(differing) else length
+    differs = one[:length] != other[:length]
+    return int(differs.argmax()) if differs.any() else length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

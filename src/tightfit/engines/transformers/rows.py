@@ -16,6 +16,7 @@ from tightfit.engines.transformers.prefixes import (
     count_shared,
     reuses_prefixes,
 )
+from tightfit.runtime.libraries import is_out_of_memory
 
 if TYPE_CHECKING:
     import numpy as np
@@ -288,7 +289,12 @@ class DecoderRows:
         first = self._read_row(row, 1)
         size = sum(one.nbytes for part in first if part is not None for one in part)
         kept = tokens[: min(len(tokens), self._lengths[row])]
-        self._kept.keep(kept, partial(self._read_row, row), bytes_per_token=size)
+        try:
+            self._kept.keep(kept, partial(self._read_row, row), bytes_per_token=size)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            self._kept.clear()
 
     def _read_row(self, row: int, count: int) -> Prefix:
         """Keys and values of a row's first tokens."""
