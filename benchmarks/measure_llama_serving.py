@@ -41,7 +41,6 @@ LOADS = ((1, 4), (8, 16), (32, 32))
 TURNS = ("tightfit", "llama.cpp", "llama.cpp", "tightfit")
 LOWEST_RATIO = 1.0
 NOISE = 0.03
-START_SECONDS = 120.0
 LLAMA_SERVER = """
 import sys, xllamacpp
 path, slots, context, threads = sys.argv[1], *map(int, sys.argv[2:])
@@ -123,7 +122,8 @@ async def ask(port: int, number: int) -> Answered:
         "Content-Type: application/json\r\nConnection: close\r\n"
         f"Content-Length: {len(body)}\r\n\r\n{body}".encode()
     )
-    first, usage = None, None
+    first: float | None = None
+    usage: dict[str, Any] | None = None
     async for line in reader:
         if not line.startswith(b"data: {"):
             continue
@@ -237,7 +237,9 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=1, help="of two turns for each server")
     parser.add_argument("--out", type=Path, default=RESULT)
     arguments = parser.parse_args()
-    if arguments.check:
+    if arguments.check and not RESULT.exists():
+        parser.error(f"there is no {RESULT.name} yet: name a GGUF file, on a machine that is idle")
+    elif arguments.check:
         rows = json.loads(RESULT.read_text())["rows"]
     elif arguments.file is None:
         parser.error("name a GGUF file")

@@ -98,7 +98,8 @@ def test_a_failed_prefill_leaves_the_running_rows() -> None:
     expected = generate(model, follow(1, 4), sampling, set())
     with torch.inference_mode():
         chosen = [int(rows.join([follow(1, 4)], 20).logits.argmax())]
-        forward, calls = rows._forward, []
+        forward = rows._forward
+        calls: list[tuple[Any, ...]] = []
 
         def fail_second(*arguments: Any) -> Any:
             calls.append(arguments)

@@ -216,7 +216,8 @@ class DecoderRows:
 
         given = [as_tokens(prompt) for prompt in prompts]
         before, at = len(self._lengths), 0
-        logits, num_cached = [], []
+        logits: list[torch.Tensor] = []
+        num_cached: list[int] = []
         try:
             while at < len(given):
                 matches = self._match(given[at:])
