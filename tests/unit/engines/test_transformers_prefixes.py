@@ -41,6 +41,7 @@ def check_answers(model: Any, rows: Any, prompter: Prompter) -> None:
     first = [follow(n, 3 + 4 * n) for n in range(4)] + [follow(7, 5)] * 3 + [(9, 8, 7)]
     sampling = Sampling(max_new_tokens=12, ignores_stop_tokens=True)
     cached: list[int] = []
+    asked = first
     with open_batch(rows) as batch:
         prompts = first
         for _ in range(2):
@@ -48,14 +49,17 @@ def check_answers(model: Any, rows: Any, prompter: Prompter) -> None:
             collector, _ = ask(batch, prompter, requests)
             collector.wait()
             found = [collector.tokens(n) for n in range(len(prompts))]
-            assert found == [generate(model, p, sampling, set()) for p in prompts]
+            for prompt, answer in zip(prompts, found, strict=True):
+                expected = generate(model, prompt, sampling, set())  # ends at the config's own end
+                assert answer[: len(expected)] == expected
+            asked = prompts
             cached = [collector.done(n).num_cached_tokens for n in range(len(prompts))]
             if prompts is first:  # the first one of all has nothing to start from
                 assert cached[0] == cached[7] == 0
                 assert sum(count >= 40 for count in cached) >= 5
             prompts = [(*p, *a, 5, 6, 7) for p, a in zip(prompts, found, strict=True)]
     # The last turn was kept, but for its last token, whose keys no step had computed.
-    assert sum(count >= len(p) - 4 for count, p in zip(cached, prompts, strict=True)) >= 4
+    assert sum(count >= len(p) - 4 for count, p in zip(cached, asked, strict=True)) >= 4
 
 
 @pytest.mark.parametrize("family", [f for f in FAMILIES if f not in ("t5", "bart")])
