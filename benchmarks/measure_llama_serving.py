@@ -35,8 +35,8 @@ from _provenance import write_result
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "llama_serving.json"
-CONTEXT, SLOTS, NEW_TOKENS = 512, 8, 48
-LOADS = ((1, 4), (8, 16), (32, 32))
+CONTEXT, SLOTS, NEW_TOKENS = 512, 8, 24
+LOADS = ((1, 3), (8, 8), (32, 32))
 """Clients, and the requests of all of them together in one turn."""
 TURNS = ("tightfit", "llama.cpp", "llama.cpp", "tightfit")
 LOWEST_RATIO = 1.0
