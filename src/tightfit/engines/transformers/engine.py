@@ -131,16 +131,14 @@ def choose_slots(model: Any, asked: int | None, *, max_context: int) -> int:
 
 
 def choose_prefix_bytes(model: Any) -> int:
-    """What earlier requests' keys and values may take; 0 where the family cannot reuse them."""
-    import torch
-
+    """What earlier requests' keys and values may take; 0 where the family cannot reuse them, and
+    on a GPU, where reuse has not been run yet."""
     config = model.config
     if config.is_encoder_decoder or not has_plain_cache(config) or not reuses_prefixes(config):
         return 0
-    free = read_machine().available_memory_bytes
-    if model.device.type == "cuda":
-        free = torch.cuda.mem_get_info(model.device)[0]
-    return int(free * MEMORY_FRACTION)
+    if model.device.type != "cpu":
+        return 0
+    return int(read_machine().available_memory_bytes * MEMORY_FRACTION)
 
 
 # Logits of a whole text, computed piece by piece so that they never fill the device.
