@@ -12,6 +12,7 @@ from tightfit.api.serve import ServeWatcher, prepare_server
 from tightfit.cli.terminal.error_report import DEBUG_VARIABLE
 from tightfit.cli.terminal.output import write_err, write_out
 from tightfit.core.text import sanitize
+from tightfit.core.units import render_bytes
 
 if TYPE_CHECKING:
     from tightfit.serving.http.server import ReadyModel, ServerReady
@@ -30,10 +31,14 @@ def render_ready(ready: ServerReady) -> str:
 def _model_lines(model: ReadyModel) -> list[str]:
     over = f" over {model.parent}" if model.parent else ""
     also = f" (also {', '.join(model.aliases)})" if model.aliases else ""
+    kept = ""
+    if model.prefix_bytes:
+        kept = f"; earlier prompts are kept in up to {render_bytes(model.prefix_bytes)}"
     return [
         sanitize(f"{model.id}{also}{over}: {model.format} on {model.engine}, {model.device}"),
         sanitize(f"  {model.why}"),
-        f"  {model.max_context:,} tokens of prompt and answer, {model.num_slots} answers at once",
+        f"  {model.max_context:,} tokens of prompt and answer, {model.num_slots} answers at once"
+        + kept,
     ]
 
 

@@ -140,6 +140,8 @@ class EngineInfo:
     weight_bytes: int
     """In memory."""
     kv_bytes_per_token: int
+    prefix_bytes: int = 0
+    """That keys and values of earlier requests may take, beside those that are being computed."""
     num_hosts: int = 0
     """Other machines that hold a part of the model."""
     pooling: Pooling = Pooling.MEAN

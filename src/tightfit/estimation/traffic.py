@@ -185,9 +185,8 @@ WIDE_VOCABULARY = 200_000
 passes over a row inside log-softmax and its gradient read memory again. Published speeds with
 50,432 to 152,064 words are met without them (published_time.json)."""
 WIDE_LOSS_BYTES = 16.0
-"""Those passes, two forward and two backward, in fp32. BLOOM-1b7 (250,880 words), full tuning,
-8 x 1,024, compiled layers, one H200: 0.201 s a step with chunks of tokens, 0.185 s with the fused
-loss."""
+"""Those passes, two forward and two backward, in fp32. BLOOM-1b7 (250,880 words) is slower with
+chunks of tokens than with the fused loss, where layers are compiled (full tuning, one H200)."""
 
 
 def loss_bytes_per_token(work: Workload, strategy: Strategy) -> float:

@@ -15,7 +15,8 @@ from torch import Tensor
 from tightfit.core.settings import Method
 from tightfit.core.strategy import Strategy, Training
 from tightfit.runtime.adapters import add_adapters
-from tightfit.runtime.kernels.fused_lora import FUSED_PROJECTIONS, fuse_lora, fuse_lora_projections
+from tightfit.runtime.kernels.fused_lora import fuse_lora, fuse_lora_projections
+from tightfit.runtime.kernels.fused_projections import FUSED_PROJECTIONS
 from tightfit.runtime.kernels.norm_triton import RmsNorm, use_triton_norms
 
 EPSILON = 1e-6

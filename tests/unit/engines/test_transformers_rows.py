@@ -21,6 +21,7 @@ from tightfit.engines.transformers.batch import (
     draw_uniform,
 )
 from tightfit.engines.transformers.engine import kv_bytes_per_token, open_rows
+from tightfit.engines.transformers.rows import Joined
 
 
 @pytest.fixture(scope="module")
@@ -169,13 +170,13 @@ class Stingy:
             self.num_refusals += 1
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 KiB.")
 
-    def join(self, prompts: Any, most_new: int) -> torch.Tensor:
+    def join(self, prompts: Any, most_new: int) -> Joined:
         lengths = [*self.lengths, *map(len, prompts)]
         self._check(lengths)
         self.lengths = lengths
         self.widest = max(self.widest, len(lengths))
-        logits: torch.Tensor = self._rows.join(prompts, most_new)
-        return logits
+        joined: Joined = self._rows.join(prompts, most_new)
+        return joined
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         lengths = [length + 1 for length in self.lengths]
@@ -184,11 +185,14 @@ class Stingy:
         logits: torch.Tensor = self._rows.step(tokens)
         return logits
 
-    def drop(self, row: int) -> None:
+    def drop(self, row: int, tokens: Any = ()) -> None:
         last = self.lengths.pop()
         if row < len(self.lengths):
             self.lengths[row] = last
-        self._rows.drop(row)
+        self._rows.drop(row, tokens)
+
+    def forget_prefixes(self) -> None:
+        self._rows.forget_prefixes()
 
 
 def test_out_of_memory_makes_the_batch_smaller_and_answers_all(prompter: Prompter) -> None:

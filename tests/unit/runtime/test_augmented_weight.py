@@ -16,11 +16,10 @@ from tightfit.estimation.weights import FUSED_PROJECTION_NAMES, uses_augmented_w
 from tightfit.models.families.registry import find_family
 from tightfit.runtime.kernels.fused_lora import (
     AUGMENTED_COLUMNS,
-    FUSED_PROJECTIONS,
     augmented_view,
     fuse_lora_projections,
-    is_augmented,
 )
+from tightfit.runtime.kernels.fused_projections import FUSED_PROJECTIONS, is_augmented
 from tightfit.runtime.layers import decoder_layers
 from tightfit.training.recompute import recompute_layers
 

@@ -391,11 +391,14 @@ class ContinuousBatcher:
             prompts = [answer.so_far for answer in joiners]
             try:
                 self._select([answer.adapter for answer in joiners])
-                logits = self._rows.join(prompts, max(answer.num_left for answer in joiners))
+                joined = self._rows.join(prompts, max(answer.num_left for answer in joiners))
             except Exception as error:
                 self._refuse(joiners, error)
             else:
-                self._start_rows(joiners, logits)
+                for answer, count in zip(joiners, joined.num_cached, strict=True):
+                    if not answer.tokens:  # one that was preempted finds its own
+                        answer.num_cached_tokens = count
+                self._start_rows(joiners, joined.logits)
 
     def _refuse(self, joiners: list[RunningAnswer], error: Exception) -> None:
         """After a failed prefill: try fewer at once, or fail a request that is too long alone."""
@@ -408,6 +411,7 @@ class ContinuousBatcher:
             self._put_back(joiners)
             self._room = len(self._active) + len(joiners) // 2
             self._num_ended_since_oom = 0
+        self._rows.forget_prefixes()
         free_memory()
 
     def _pick(self) -> list[RunningAnswer]:
@@ -462,7 +466,7 @@ class ContinuousBatcher:
             elif answer.take(token, self._logprobs.pop(id(answer), None)):
                 ended.append(first + number)
         for row in reversed(ended):
-            self._drop_row(row)
+            self._drop_row(row, is_kept=is_number[row - first])
 
     def _keep_state(self, answer: RunningAnswer, num_vocabulary: int) -> None:
         """What the sampling of a new row needs beside the logits."""
@@ -640,11 +644,14 @@ class ContinuousBatcher:
         )
         return logits.index_copy(0, places, penalize(logits[places], seen, by))
 
-    def _drop_row(self, row: int) -> None:
-        """Drop a row; the last one takes its place, here and on the device."""
+    def _drop_row(self, row: int, *, is_kept: bool = True) -> None:
+        """Drop a row; the last one takes its place, here and on the device.
+
+        `is_kept`: its keys and values, for prompts that begin as it does.
+        """
         for held in self._states:
             held.pop(id(self._active[row]), None)
-        self._rows.drop(row)
+        self._rows.drop(row, self._active[row].so_far if is_kept else ())
         last = self._active.pop()
         if row < len(self._active):
             self._active[row] = last
@@ -666,6 +673,7 @@ class ContinuousBatcher:
         num_active = len(self._active)
         is_memory = is_out_of_memory(error)
         is_lost = not is_memory or num_active == 1 or self._rows.starts_together
+        self._rows.forget_prefixes()
         # The newest rows have the least to recompute.
         keep = 0 if is_lost or is_behind else num_active * 3 // 4
         for row in reversed(range(keep, num_active)):
@@ -674,7 +682,7 @@ class ContinuousBatcher:
                 answer.fail(out_of_memory_error(answer) if is_memory else error)
             else:
                 self._put_back([answer])
-            self._drop_row(row)
+            self._drop_row(row, is_kept=False)
         self._room = max(1, num_active * 3 // 4) if not is_lost else self._room
         self._num_ended_since_oom = 0
         self._next = None

@@ -15,7 +15,11 @@ from transformers import cache_utils
 from tightfit.runtime.libraries import is_out_of_memory
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     import torch
+
+    from tightfit.engines.transformers.prefixes import LayerParts, Prefix
 
 _library: Any = cache_utils  # half typed
 _SPARE_COLUMNS = 64
@@ -98,6 +102,12 @@ class RowLayer(_library.DynamicLayer):  # type: ignore[misc]
         self.keys[target, :, seen] = self.keys[source, :, seen]
         self.values[target, :, seen] = self.values[source, :, seen]
 
+    def read_row(self, row: int, length: int, count: int) -> LayerParts:
+        """Keys and values of the first `count` tokens of a row of `length` tokens."""
+        start = self._span.end - length - self._origin
+        seen = slice(start, start + count)
+        return self.keys[row, :, seen], self.values[row, :, seen]
+
     def held(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values of the rows and columns in use."""
         span = self._span
@@ -152,6 +162,30 @@ class RowCache(_library.Cache):  # type: ignore[misc]
     def begin(self, num_rows: int, width: int) -> None:
         """Room for a prefill of exactly this shape in an empty cache."""
         self.span.num_rows, self.span.last = num_rows, self.span.end + width
+
+    def seed(self, prefixes: Sequence[Prefix | None], width: int) -> None:
+        """Fill the first columns of an empty cache: each row's prefix ends in the same one."""
+        like = next(prefix for prefix in prefixes if prefix is not None)
+        for number, part in enumerate(like):
+            layer = self._make_layer()
+            self.layers.append(layer)
+            if part is None:
+                continue
+            layer._begin(part[0][None], part[1][None])
+            layer.fit(self.span.num_rows, self.span.start, self.span.end + width)
+            for row, prefix in enumerate(prefixes):
+                held = None if prefix is None else prefix[number]
+                if held is not None:
+                    here = slice(width - int(held[0].shape[1]), width)
+                    layer.keys[row, :, here], layer.values[row, :, here] = held
+        self.advance(width)
+
+    def read_row(self, row: int, length: int, count: int) -> Prefix:
+        """Keys and values of the first `count` tokens of a row of `length` tokens."""
+        return [
+            layer.read_row(row, length, count) if layer.is_initialized else None
+            for layer in self.layers
+        ]
 
     def advance(self, num_columns: int) -> None:
         """Count columns that every layer has written."""

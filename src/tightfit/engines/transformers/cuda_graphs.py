@@ -29,6 +29,8 @@ from tightfit.runtime.libraries import is_out_of_memory
 if TYPE_CHECKING:
     import torch
 
+    from tightfit.engines.transformers.prefixes import Prefix
+
 
 GraphShape = tuple[int, int]
 """Rows and columns."""
@@ -224,8 +226,8 @@ class SlotCache(_library.Cache):  # type: ignore[misc]
 class SlotRows(DecoderRows):
     """Rows in slots; steps are replayed as CUDA graphs on a GPU."""
 
-    def __init__(self, model: Any, *, most_rows: int) -> None:
-        super().__init__(model, most_rows=most_rows)
+    def __init__(self, model: Any, *, most_rows: int, prefix_bytes: int = 0) -> None:
+        super().__init__(model, most_rows=most_rows, prefix_bytes=prefix_bytes)
         register_attention()
         fuse_for_decoding(model)
         self._reads_filled = has_decode_kernels(self._device)
@@ -236,21 +238,15 @@ class SlotRows(DecoderRows):
         """The lengths on the device must be written again."""
         self._cuda_graphs = CudaGraphs(self._read_slots, captures=self._device.type == "cuda")
 
-    def join(self, prompts: Sequence[Sequence[int]], most_new: int) -> torch.Tensor:
-        from tightfit.engines.transformers.cache import RowCache
-
-        fresh = RowCache(most_rows=len(prompts))
-        logits = self._prefill(prompts, fresh)
-        lengths = [len(prompt) for prompt in prompts]
+    def _add(self, fresh: Any, lengths: list[int], most_new: int) -> None:
         at = len(self._lengths)
         if self._cache is None:
             self._cache = SlotCache(len(fresh.layers), self._device)
-        self._make_room(fresh, at + len(prompts), round_columns(max(lengths) + most_new))
+        self._make_room(fresh, at + len(lengths), round_columns(max(lengths) + most_new))
         self._cache.place(fresh, lengths, at=at)
         fresh.clear()
         self._lengths.extend(lengths)
         self._is_stale = True
-        return logits
 
     def _make_room(self, fresh: Any, num_rows: int, num_columns: int) -> None:
         """Buffers for all rows there may be, since moving them costs all graphs; for these rows
@@ -277,10 +273,11 @@ class SlotRows(DecoderRows):
         length = min(_WARM_TOKENS, most // 2)
         for count in filter(lambda rows: rows <= self._most_rows, _WARM_ROWS):
             try:
-                logits = self.join([[0] * length] * count, length)
-                self.step(logits.argmax(dim=-1))
+                joined = self.join([[row] * length for row in range(count)], length)
+                self.step(joined.logits.argmax(dim=-1))
             finally:
                 self._lengths.clear()
+                self._prompts.clear()
                 self._is_stale = True
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -300,12 +297,18 @@ class SlotRows(DecoderRows):
         self._lengths = [length + 1 for length in self._lengths]
         return logits
 
-    def drop(self, row: int) -> None:
-        last = self._lengths.pop()
+    def drop(self, row: int, tokens: Sequence[int] = ()) -> None:
+        self._keep(row, tokens)
+        last = self._forget_row(row)
         if row < len(self._lengths):
             self._cache.move(len(self._lengths), row, last)
-            self._lengths[row] = last
         self._is_stale = True
+
+    def _read_row(self, row: int, count: int) -> Prefix:
+        return [
+            (layer.keys[row, :, :count], layer.values[row, :, :count])
+            for layer in self._cache.layers
+        ]
 
     def _read_slots(self, tokens: torch.Tensor) -> torch.Tensor:
         """One token of every row in `tokens`: (rows, 1). Everything it reads stays in place."""

@@ -26,6 +26,7 @@ from tightfit.engines.protocol import (
 from tightfit.engines.transformers.adapters import RowAdapters
 from tightfit.engines.transformers.batch import ContinuousBatcher, RunningAnswer, free_memory
 from tightfit.engines.transformers.constraint import ConstraintMaker
+from tightfit.engines.transformers.prefixes import MEMORY_FRACTION, reuses_prefixes
 from tightfit.engines.transformers.rows import (
     CPU_SLOTS,
     PREFILL_TOKENS,
@@ -37,6 +38,7 @@ from tightfit.engines.transformers.rows import (
     has_plain_cache,
 )
 from tightfit.estimation.inference import kv_row_bytes
+from tightfit.hardware.machine import read_machine
 from tightfit.models.families.registry import find_family
 from tightfit.runtime.attention import read_loaded_config
 from tightfit.runtime.inference import LoadedModel, load_for_inference
@@ -50,7 +52,9 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 
 
-def open_rows(model: Any, *, most_rows: int, takes_adapters: bool = False) -> BatchRows:
+def open_rows(
+    model: Any, *, most_rows: int, prefix_bytes: int = 0, takes_adapters: bool = False
+) -> BatchRows:
     """The kind of rows that the family needs. CUDA graphs cannot change adapters."""
     if model.config.is_encoder_decoder:
         return EncoderDecoderRows(model)
@@ -59,8 +63,8 @@ def open_rows(model: Any, *, most_rows: int, takes_adapters: bool = False) -> Ba
     from tightfit.engines.transformers.cuda_graphs import SlotRows, supports_slots
 
     if model.device.type == "cuda" and supports_slots(model) and not takes_adapters:
-        return SlotRows(model, most_rows=most_rows)
-    return DecoderRows(model, most_rows=most_rows)
+        return SlotRows(model, most_rows=most_rows, prefix_bytes=prefix_bytes)
+    return DecoderRows(model, most_rows=most_rows, prefix_bytes=prefix_bytes)
 
 
 # Sizes of a loaded model: parameters, bytes, slots.
@@ -133,6 +137,17 @@ def choose_slots(model: Any, asked: int | None, *, max_context: int, adapter_byt
     free = sum(torch.cuda.mem_get_info(index)[0] for index in gpus)
     each = kv_bytes_per_token(model) * max(1, max_context // 2)
     return count_gpu_slots(free - adapter_bytes, each)
+
+
+def choose_prefix_bytes(model: Any) -> int:
+    """What earlier requests' keys and values may take; 0 where the family cannot reuse them, and
+    on a GPU, where reuse has not been run yet."""
+    config = model.config
+    if config.is_encoder_decoder or not has_plain_cache(config) or not reuses_prefixes(config):
+        return 0
+    if model.device.type != "cpu":
+        return 0
+    return int(read_machine().available_memory_bytes * MEMORY_FRACTION)
 
 
 # Logits of a whole text, computed piece by piece so that they never fill the device.
@@ -237,6 +252,10 @@ class TransformersEngine(BaseEngine):
         num_slots = choose_slots(
             *(model, request.slots), max_context=max_context, adapter_bytes=request.adapter_bytes
         )
+        # One that is loaded with its base is in every row.
+        takes_adapters = request.takes_adapters and request.artefact.kind.value != "adapter"
+        # Keys and values are found by their tokens alone, and each adapter's are its own.
+        prefix_bytes = 0 if takes_adapters else choose_prefix_bytes(model)
         info = EngineInfo(
             engine="transformers",
             version=str(transformers.__version__),
@@ -252,15 +271,19 @@ class TransformersEngine(BaseEngine):
             pooling=Pooling(request.pooling)
             if request.pooling
             else find_pooling(request.artefact.base or request.artefact.path) or Pooling.MEAN,
+            prefix_bytes=prefix_bytes,
         )
         num_vocabulary = int(model.get_input_embeddings().weight.shape[0])
         super().__init__(info, prompter, num_vocabulary=num_vocabulary)
         self._model = model
         self._constraints = ConstraintMaker(prompter, num_vocabulary=num_vocabulary)
-        # One that is loaded with its base is in every row.
-        takes_adapters = request.takes_adapters and request.artefact.kind.value != "adapter"
         self._adapters = RowAdapters(model) if takes_adapters else None
-        rows = open_rows(model, most_rows=num_slots, takes_adapters=takes_adapters)
+        rows = open_rows(
+            model,
+            most_rows=num_slots,
+            prefix_bytes=prefix_bytes,
+            takes_adapters=takes_adapters,
+        )
         kind = "cuda" if model.device.type == "cuda" else "cpu"
         self._batcher = ContinuousBatcher(
             rows,

@@ -4,10 +4,24 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+from tightfit.engines.transformers.prefixes import (
+    SPLIT_TOKENS,
+    KeptPrefixes,
+    Match,
+    Prefix,
+    as_tokens,
+    count_shared,
+    reuses_prefixes,
+)
+from tightfit.runtime.libraries import is_out_of_memory
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
 
 
 # Sizes that the engine obeys and that predictions use.
@@ -37,6 +51,15 @@ def round_columns(count: int) -> int:
     return -(-count // COLUMN_STEP) * COLUMN_STEP
 
 
+class Joined(NamedTuple):
+    """Prompts that became rows."""
+
+    logits: torch.Tensor
+    """Of their first tokens, fp32."""
+    num_cached: tuple[int, ...]
+    """Tokens of each whose keys and values were there."""
+
+
 # Rows of an encoder-decoder: they start together and end one by one.
 
 
@@ -59,7 +82,10 @@ class EncoderDecoderRows:
     def warm_up(self) -> None:
         """Nothing is prepared."""
 
-    def join(self, prompts: Sequence[Sequence[int]], most_new: int) -> torch.Tensor:  # noqa: ARG002
+    def forget_prefixes(self) -> None:
+        """Nothing is kept."""
+
+    def join(self, prompts: Sequence[Sequence[int]], most_new: int) -> Joined:  # noqa: ARG002
         import torch
         from transformers import DynamicCache, EncoderDecoderCache
 
@@ -76,12 +102,12 @@ class EncoderDecoderRows:
         first = torch.full((len(prompts),), self._start_token(), device=self._device)
         logits = self._forward(first, encoded, held, cache)
         self._encoded, self._mask, self._cache = encoded, held, cache
-        return logits
+        return Joined(logits, (0,) * len(prompts))
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         return self._forward(tokens, self._encoded, self._mask, self._cache)
 
-    def drop(self, row: int) -> None:
+    def drop(self, row: int, tokens: Sequence[int] = ()) -> None:  # noqa: ARG002
         import torch
 
         last = int(self._mask.shape[0]) - 1
@@ -130,16 +156,21 @@ class BatchRows(Protocol):
         """Prepare what the first request would wait for."""
         ...
 
-    def join(self, prompts: Sequence[Sequence[int]], most_new: int) -> torch.Tensor:
-        """Prefill prompts as new rows after the others; return the logits of their first tokens."""
+    def join(self, prompts: Sequence[Sequence[int]], most_new: int) -> Joined:
+        """Prefill prompts as new rows after the others. A failure leaves the others unchanged."""
         ...
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         """Append one token to every row; return the next logits in fp32."""
         ...
 
-    def drop(self, row: int) -> None:
-        """Drop a row; the last one takes its place."""
+    def drop(self, row: int, tokens: Sequence[int] = ()) -> None:
+        """Drop a row; the last one takes its place. `tokens`: what it held, to be kept for later
+        prompts."""
+        ...
+
+    def forget_prefixes(self) -> None:
+        """Free what is kept for later prompts."""
         ...
 
 
@@ -157,7 +188,7 @@ class DecoderRows:
 
     starts_together = False
 
-    def __init__(self, model: Any, *, most_rows: int) -> None:
+    def __init__(self, model: Any, *, most_rows: int, prefix_bytes: int = 0) -> None:
         self._model = model
         self._most_rows = most_rows
         self._device = model.get_input_embeddings().weight.device
@@ -168,25 +199,53 @@ class DecoderRows:
         self._length_tensor: Any = None
         """The same on the device; None after rows were added or dropped."""
         self._cache: Any = None
+        self._prompts: list[NDArray[np.int64]] = []
+        """Of the rows, whose prefixes others may share."""
+        self._kept: KeptPrefixes | None = None
+        if prefix_bytes and reuses_prefixes(model.config):
+            self._kept = KeptPrefixes(most_bytes=prefix_bytes)
+        self._split_tokens = SPLIT_TOKENS["cuda" if self._device.type == "cuda" else "cpu"]
 
     def warm_up(self) -> None:
         """Nothing is prepared."""
 
-    def join(self, prompts: Sequence[Sequence[int]], most_new: int) -> torch.Tensor:
+    def join(self, prompts: Sequence[Sequence[int]], most_new: int) -> Joined:
+        import torch
+
         from tightfit.engines.transformers.cache import RowCache
 
-        fresh = RowCache(most_rows=len(prompts))
-        logits = self._prefill(prompts, fresh)
+        given = [as_tokens(prompt) for prompt in prompts]
+        before, at = len(self._lengths), 0
+        logits: list[torch.Tensor] = []
+        num_cached: list[int] = []
+        try:
+            while at < len(given):
+                matches = self._match(given[at:])
+                group = given[at : at + len(matches)]
+                fresh = RowCache(most_rows=len(group))
+                found, reused = self._prefill(group, matches, fresh)
+                self._add(fresh, [len(prompt) for prompt in group], most_new)
+                self._prompts.extend(group)
+                logits.append(found)
+                num_cached += reused
+                at += len(group)
+        except Exception:
+            while len(self._lengths) > before:
+                self.drop(len(self._lengths) - 1)
+            raise
+        return Joined(torch.cat(logits) if len(logits) > 1 else logits[0], tuple(num_cached))
+
+    def _add(self, fresh: Any, lengths: list[int], most_new: int) -> None:
+        """Make rows of a prefill."""
         if self._cache is None:
             self._cache = fresh
             fresh.span.most_rows = self._most_rows
         else:
             self._cache.join(fresh)
             fresh.clear()
-        self._lengths.extend(map(len, prompts))
+        self._lengths.extend(lengths)
         self._length_tensor = None
         self._cache.expect(max(most_new, self._cache.span.last - self._cache.span.end))
-        return logits
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         import torch
@@ -202,11 +261,10 @@ class DecoderRows:
         self._lengths = [length + 1 for length in self._lengths]
         return logits
 
-    def drop(self, row: int) -> None:
+    def drop(self, row: int, tokens: Sequence[int] = ()) -> None:
+        self._keep(row, tokens)
         self._cache.drop(row)
-        last = self._lengths.pop()
-        if row < len(self._lengths):
-            self._lengths[row] = last
+        self._forget_row(row)
         self._length_tensor = None
         if self._lengths:
             self._cache.trim(max(self._lengths))
@@ -214,11 +272,71 @@ class DecoderRows:
             self._cache.clear()
             self._cache = None
 
-    def _prefill(self, prompts: Sequence[Sequence[int]], cache: Any) -> torch.Tensor:
+    def forget_prefixes(self) -> None:
+        if self._kept is not None:
+            self._kept.clear()
+
+    def _forget_row(self, row: int) -> int:
+        """The last row takes its place. Returns the last row's length."""
+        last, prompt = self._lengths.pop(), self._prompts.pop()
+        if row < len(self._lengths):
+            self._lengths[row], self._prompts[row] = last, prompt
+        return last
+
+    def _keep(self, row: int, tokens: Sequence[int]) -> None:
+        """Keep a row for later prompts. Its last token has no keys unless it ran a step more."""
+        if self._kept is None or not tokens:
+            return
+        first = self._read_row(row, 1)
+        size = sum(one.nbytes for part in first if part is not None for one in part)
+        kept = tokens[: min(len(tokens), self._lengths[row])]
+        try:
+            self._kept.keep(kept, partial(self._read_row, row), bytes_per_token=size)
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            self._kept.clear()
+
+    def _read_row(self, row: int, count: int) -> Prefix:
+        """Keys and values of a row's first tokens."""
+        found: Prefix = self._cache.read_row(row, self._lengths[row], count)
+        return found
+
+    def _match(self, prompts: Sequence[NDArray[np.int64]]) -> list[Match]:
+        """What is there already of the first prompts, as many as are best prefilled together.
+
+        A prompt that shares more with one of these than with what is there waits for it, and those
+        with a long prefix go together: all take as many columns as the longest rest.
+        """
+        if self._kept is None:
+            return [Match(num_tokens=0)] * len(prompts)
+        running = [
+            (prompt, partial(self._read_row, row)) for row, prompt in enumerate(self._prompts)
+        ]
+        matches: list[Match] = []
+        for number, prompt in enumerate(prompts):
+            match = self._kept.find(prompt, running)
+            if matches:
+                shared = max(count_shared(prompt, other) for other in prompts[:number])
+                is_long = match.num_tokens >= self._split_tokens
+                if shared - match.num_tokens >= self._split_tokens or is_long != (
+                    matches[0].num_tokens >= self._split_tokens
+                ):
+                    break
+            matches.append(match)
+        return matches
+
+    def _prefill(
+        self, prompts: Sequence[NDArray[np.int64]], matches: Sequence[Match], cache: Any
+    ) -> tuple[torch.Tensor, list[int]]:
+        """Logits of the first new tokens, and how many tokens of each prompt were reused."""
         import torch
 
         longest = max(map(len, prompts))
-        padded = [[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+        pairs = list(zip(prompts, matches, strict=True))
+        rest = max(len(prompt) - match.num_tokens for prompt, match in pairs)
+        reused = [max(0, len(prompt) - rest) for prompt in prompts]
+        padded = [[0] * (longest - len(prompt)) + prompt.tolist() for prompt in prompts]
         tokens = torch.tensor(padded, device=self._device)
         lengths = torch.tensor([len(prompt) for prompt in prompts], device=self._device)
         columns = torch.arange(longest, device=self._device)
@@ -226,12 +344,20 @@ class DecoderRows:
         mask = (positions >= 0).long()
         positions = positions.clamp(min=0)
         cache.begin(len(prompts), longest)
-        for start in range(0, longest, PREFILL_COLUMNS):
+        if any(reused):
+            cache.seed(
+                [
+                    match.read(count) if match.read is not None and count else None
+                    for match, count in zip(matches, reused, strict=True)
+                ],
+                longest - rest,
+            )
+        for start in range(cache.span.end, longest, PREFILL_COLUMNS):
             end = min(start + PREFILL_COLUMNS, longest)
             part = slice(start, end)
             logits = self._forward(tokens[:, part], mask[:, :end], positions[:, part], cache)
             cache.advance(end - start)
-        return logits
+        return logits, reused
 
     def _forward(
         self, tokens: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, cache: Any
@@ -262,7 +388,10 @@ class SingleRow:
     def warm_up(self) -> None:
         """Nothing is prepared."""
 
-    def join(self, prompts: Sequence[Sequence[int]], most_new: int) -> torch.Tensor:  # noqa: ARG002
+    def forget_prefixes(self) -> None:
+        """Nothing is kept."""
+
+    def join(self, prompts: Sequence[Sequence[int]], most_new: int) -> Joined:  # noqa: ARG002
         import torch
         from transformers import DynamicCache
 
@@ -270,12 +399,12 @@ class SingleRow:
         (prompt,) = prompts
         logits = self._forward(torch.tensor([list(prompt)], device=self._device), cache)
         self._cache = cache
-        return logits
+        return Joined(logits, (0,))
 
     def step(self, tokens: torch.Tensor) -> torch.Tensor:
         return self._forward(tokens[:, None], self._cache)
 
-    def drop(self, row: int) -> None:  # noqa: ARG002
+    def drop(self, row: int, tokens: Sequence[int] = ()) -> None:  # noqa: ARG002
         self._cache = None
 
     def _forward(self, tokens: torch.Tensor, cache: Any) -> torch.Tensor:

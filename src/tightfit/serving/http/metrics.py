@@ -122,6 +122,9 @@ class Metrics:
         self.cached_tokens = Counter(
             "tightfit_cached_prompt_tokens_total", "Prompt tokens found in the cache."
         )
+        self.cached_prompts = Counter(
+            "tightfit_prompts_found_in_cache_total", "Prompts of which a part was in the cache."
+        )
         self.new_tokens = Counter("tightfit_generated_tokens_total", "Tokens computed.")
         self.first_token_seconds = Histogram(
             "tightfit_time_to_first_token_seconds",
@@ -140,6 +143,9 @@ class Metrics:
         )
         self.slots = Gauge("tightfit_slots", "Answers that are computed at once at most.")
         self.weight_bytes = Gauge("tightfit_weight_bytes", "Of a model, in memory.")
+        self.prefix_bytes = Gauge(
+            "tightfit_prefix_cache_limit_bytes", "That earlier requests' keys and values may take."
+        )
         self.resident_bytes = Gauge(
             "process_resident_memory_bytes", "Resident memory of the server's process."
         )

@@ -270,6 +270,7 @@ class ServedModel:
         metrics.answers.add(model=model, end=event.reason.value)
         metrics.prompt_tokens.add(event.num_prompt_tokens, model=model)
         metrics.cached_tokens.add(event.num_cached_tokens, model=model)
+        metrics.cached_prompts.add(bool(event.num_cached_tokens), model=model)
         metrics.new_tokens.add(event.num_new_tokens, model=model)
         metrics.answer_seconds.observe(event.finished_s - event.submitted_s, model=model)
         if event.num_new_tokens:
@@ -357,6 +358,7 @@ class ModelRegistry:
             info = model.engine.info
             metrics.slots.set(info.num_slots, model=model.id)
             metrics.weight_bytes.set(info.weight_bytes, model=model.id)
+            metrics.prefix_bytes.set(info.prefix_bytes, model=model.id)
             metrics.running.set(model.num_running, model=model.id)
             metrics.waiting.set(model.num_waiting, model=model.id)
             metrics.info.set(

@@ -252,6 +252,8 @@ class ReadyModel(Frozen):
     device: str
     max_context: int
     num_slots: int
+    prefix_bytes: int
+    """That keys and values of earlier requests may take."""
 
 
 class ServerReady(Frozen):
@@ -285,6 +287,7 @@ def describe_ready(server: ApiServer, *, needs_api_key: bool, made_key: str | No
                 device=info.device,
                 max_context=info.max_context,
                 num_slots=info.num_slots,
+                prefix_bytes=info.prefix_bytes,
             )
         )
     return ServerReady(

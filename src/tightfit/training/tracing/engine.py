@@ -24,7 +24,7 @@ from tightfit.core.settings import Sharding
 from tightfit.core.strategy import Strategy, Training, default_learning_rate
 from tightfit.runtime.adapters import NEW_ROWS
 from tightfit.runtime.kernels.fp8 import FP8, scale_matrix
-from tightfit.runtime.kernels.fused_lora import is_augmented
+from tightfit.runtime.kernels.fused_projections import is_augmented
 from tightfit.runtime.layers import decoder_layers, is_dequantized
 from tightfit.runtime.load import (
     list_4bit_widths,
