@@ -1,0 +1,136 @@
+"""Tasks of lm-eval on our engines: the scores of lm-eval's own `hf` model on the same rows."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_models import SENTENCES, make_llama
+
+import tightfit
+from tightfit.core.dtypes import Dtype
+from tightfit.core.errors import UserError
+from tightfit.evaluation.suite import SuiteScores
+from tightfit.export.convert import convert_to_gguf
+
+TASKS = ("arc_easy", "gsm8k", "wikitext")
+LIMIT = 12
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def write_data(folder: Path) -> Path:
+    """Rows of our own, in the form of the tasks' datasets."""
+    choices = [
+        {
+            "question": f"Which of these is older than singer number {n}?",
+            "choices": {"text": ["fox", "a lazy dog", f"band {n}", "town"], "label": list("ABCD")},
+            "answerKey": "ABCD"[n % 4],
+        }
+        for n in range(LIMIT)
+    ]
+    write_rows(folder / "allenai" / "ai2_arc" / "ARC-Easy" / "test.jsonl", choices)
+    sums = [
+        {"question": f"How many are {n} foxes and {n + 1} dogs?", "answer": f"#### {2 * n + 1}"}
+        for n in range(LIMIT)
+    ]
+    write_rows(folder / "gsm8k" / "main" / "test.jsonl", sums)
+    write_rows(folder / "gsm8k" / "main" / "train.jsonl", sums)
+    pages = [{"page": " ".join(SENTENCES[: 1 + n % 3] * (1 + 4 * n)) + "\n"} for n in range(6)]
+    write_rows(folder / "wikitext.jsonl", pages)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_data(tmp_path_factory.mktemp("tasks"))
+
+
+@pytest.fixture(scope="module")
+def gguf(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("gguf") / "small.gguf"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TIGHTFIT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        convert_to_gguf(folder, target, dtype=Dtype.FP32)
+    return target
+
+
+@pytest.fixture(scope="module")
+def scores(folder: Path, gguf: Path, data: Path, tmp_path_factory: Any) -> SuiteScores:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TIGHTFIT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        return evaluate(folder, data, beside=[str(gguf)])
+
+
+def evaluate(target: Path, data: Path, **changes: Any) -> SuiteScores:
+    options = {"suite": list(TASKS), "suite_data": str(data), "suite_fewshot": 1} | changes
+    found = tightfit.evaluate(str(target), **options)
+    assert isinstance(found, SuiteScores)
+    return found
+
+
+@pytest.fixture(scope="module")
+def peers(folder: Path, data: Path) -> dict[str, dict[str, float]]:
+    """What lm-eval finds with its own model of transformers."""
+    import torch
+    from lm_eval.evaluator import evaluate as run
+    from lm_eval.models.huggingface import HFLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from tightfit.evaluation.suite_tasks import find_data, find_tasks, offline, open_task
+
+    library: Any = AutoTokenizer
+    with offline():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        peer = HFLM(
+            pretrained=model, tokenizer=library.from_pretrained(folder), batch_size=4, device="cpu"
+        )
+        shots = {"arc_easy": 1, "gsm8k": 1, "wikitext": 1}
+        files = find_tasks(TASKS, None, allows_code=False)
+        tasks = {
+            one.name: open_task(find_data(one, data, shots[one.name]), shots[one.name])
+            for one in files
+        }
+        found = run(peer, {"tasks": tasks, "groups": {}, "group_map": {}}, bootstrap_iters=100)
+    results: dict[str, dict[str, float]] = found["results"]
+    return results
+
+
+def value_of(score: Any, results: dict[str, Any], suffix: str = "") -> float:
+    how = score.filter or "none"
+    return float(results[f"{score.metric}{suffix},{how}"])
+
+
+def test_scores_equal_those_of_lm_eval(
+    scores: SuiteScores, peers: dict[str, dict[str, float]]
+) -> None:
+    metrics = {f"{score.task} {score.title}" for score in scores.metrics}
+    assert metrics == {
+        "arc_easy acc",
+        "arc_easy acc_norm",
+        "gsm8k exact_match (strict-match)",
+        "gsm8k exact_match (flexible-extract)",
+        "wikitext word_perplexity",
+        "wikitext byte_perplexity",
+        "wikitext bits_per_byte",
+    }
+    for score in scores.metrics:
+        wanted = value_of(score, peers[score.task])
+        assert score.scores["model"].value == pytest.approx(wanted, rel=1e-4), score.title
+        assert score.scores["small"].value == pytest.approx(wanted, rel=5e-3), score.title
+        if score.task == "arc_easy":
+            error = value_of(score, peers[score.task], "_stderr")
+            assert score.scores["model"].error == pytest.approx(error, rel=1e-6)
+    assert "llama.cpp" in scores.formats["small"]
