@@ -107,7 +107,7 @@ class EvalOptions:
         example="arc_easy",
     )
     suite_data: Path | None = path_option(
-        "Rows of the tasks: DATASET/SPLIT.jsonl or .parquet, DATASET as the task calls it, or TASK.",
+        "Rows of the tasks: DATASET/SPLIT.jsonl or .parquet, DATASET as the task has it.",
         example="tasks",
         metavar="FOLDER",
     )

@@ -283,6 +283,7 @@ def _read_rows(path: Path | None, key: str) -> _TaskRows | None:
 def _run_task(
     request: SuiteRequest, data: TaskData, engine: Engine, key: str, column: str, num_fewshot: int
 ) -> _TaskRows:
+    import lm_eval.api.task
     import numpy as np
     from lm_eval.evaluator import evaluate
 
@@ -302,14 +303,16 @@ def _run_task(
     task = open_task(data, num_fewshot)
     model = EngineModel(
         engine,
-        None if report is None else lambda done, all: report(f"{column}: {name}", done, all),
+        None if report is None else lambda done, total: report(f"{column}: {name}", done, total),
     )
+    # Its own bars would be drawn across ours.
+    lm_eval.api.task.tqdm = lambda rows, *_, **__: rows
     random.seed(0)
     np.random.seed(1234)
     try:
         found = evaluate(
-            model,
-            {"tasks": {name: task}, "groups": {}, "group_map": {}},
+            lm=model,
+            task_dict={"tasks": {name: task}, "groups": {}, "group_map": {}},
             limit=request.limit,
             bootstrap_iters=0,
             apply_chat_template=request.uses_chat,

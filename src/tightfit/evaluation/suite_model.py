@@ -28,6 +28,9 @@ Score = tuple[float, bool]
 MAX_NEW_TOKENS = 256
 """lm-eval's own, where a task does not say."""
 
+ROWS_AT_A_TIME = 64
+"""Logits in double precision: 128 MiB for the largest vocabularies."""
+
 
 class EngineModel(TemplateLM):  # type: ignore[misc]
     """Tokens as lm-eval's `hf` model makes them; numbers by the engine."""
@@ -86,6 +89,10 @@ class EngineModel(TemplateLM):  # type: ignore[misc]
         return tokens if number is None or tokens[:1] == [number] else [number, *tokens]
 
     # Scores
+
+    def loglikelihood(self, requests: Any, disable_tqdm: bool = True) -> list[Score]:
+        found: list[Score] = super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+        return found
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
@@ -174,7 +181,7 @@ def _score(engine: Engine, places: Places) -> Iterator[tuple[tuple[int, ...], li
     if not isinstance(engine, TransformersEngine):
         for read, wanted in places.items():
             logits = engine.logits(read)
-            yield read, [_score_rows(logits[-len(one) :], one) for _, one in wanted]
+            yield read, [_score_rows(logits[len(read) - len(one) :], one) for _, one in wanted]
         return
     reads = list(places)
     vocabulary = engine.call(lambda model: model.config.get_text_config().vocab_size)
@@ -189,11 +196,15 @@ def _score(engine: Engine, places: Places) -> Iterator[tuple[tuple[int, ...], li
 def _score_rows(logits: NDArray[np.float32], wanted: Sequence[int]) -> Score:
     import numpy as np
 
-    values = logits.astype(np.float64)
-    highest = values.max(axis=1)
-    total = np.log(np.exp(values - highest[:, None]).sum(axis=1)) + highest
-    own = values[np.arange(len(wanted)), list(wanted)]
-    return float((own - total).sum()), bool((values.argmax(axis=1) == list(wanted)).all())
+    total, is_greedy = 0.0, True
+    for start in range(0, len(wanted), ROWS_AT_A_TIME):
+        values = logits[start : start + ROWS_AT_A_TIME].astype(np.float64)
+        aim = np.array(wanted[start : start + ROWS_AT_A_TIME])
+        highest = values.max(axis=1)
+        sums = np.log(np.exp(values - highest[:, None]).sum(axis=1)) + highest
+        total += float((values[np.arange(len(aim)), aim] - sums).sum())
+        is_greedy = is_greedy and bool((values.argmax(axis=1) == aim).all())
+    return total, is_greedy
 
 
 def _score_batch(reads: Sequence[tuple[int, ...]], places: Places, model: Any) -> list[list[Score]]:

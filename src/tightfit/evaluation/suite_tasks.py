@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -122,16 +123,26 @@ def _library_folder() -> Path:
     return Path(lm_eval.tasks.__file__).resolve().parent
 
 
+def _read_folder(folder: Path) -> tuple[tuple[Path, str], ...]:
+    """Its YAML files and their texts."""
+    return tuple(
+        (path, path.read_text(encoding="utf-8", errors="replace"))
+        for path in sorted(folder.rglob("*.yaml"))
+        if path.is_file()
+    )
+
+
+@cache
+def _read_library() -> tuple[tuple[Path, str], ...]:
+    return _read_folder(_library_folder())
+
+
 def find_tasks(names: Sequence[str], extra: Path | None, *, allows_code: bool) -> list[TaskFile]:
     """The tasks by these names, those of groups and tags one by one.
 
     lm-eval's own index parses over ten thousand files; here only those that may be meant are.
     """
-    texts = [
-        (path, path.read_text(encoding="utf-8", errors="replace"))
-        for folder in ([extra] if extra else []) + [_library_folder()]
-        for path in sorted(folder.resolve().rglob("*.yaml"))
-    ]
+    texts = (*(_read_folder(extra.resolve()) if extra else ()), *_read_library())
     found: dict[str, TaskFile] = {}
     for name in names:
         tasks = list(_expand(name, texts, ()))
@@ -303,7 +314,7 @@ def open_task(data: TaskData, num_fewshot: int) -> Any:
     """lm-eval's task with these rows. Nothing is downloaded, nor copied into a cache."""
     import datasets
     import lm_eval.utils
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2.sandbox import SandboxedEnvironment
     from lm_eval.api.registry import METRIC_REGISTRY
     from lm_eval.api.task import ConfigurableTask
     from lm_eval.tasks._yaml_loader import load_yaml
@@ -332,8 +343,8 @@ def open_task(data: TaskData, num_fewshot: int) -> Any:
             )
     # Templates of a user's YAML file are text, not code.
     plain = lm_eval.utils.env
-    if not isinstance(plain, ImmutableSandboxedEnvironment):
-        lm_eval.utils.env = ImmutableSandboxedEnvironment(
+    if not isinstance(plain, SandboxedEnvironment):
+        lm_eval.utils.env = SandboxedEnvironment(
             undefined=plain.undefined, keep_trailing_newline=True
         )
         lm_eval.utils.env.filters["regex_replace"] = plain.filters["regex_replace"]
@@ -341,7 +352,13 @@ def open_task(data: TaskData, num_fewshot: int) -> Any:
         settings = load_yaml(task.path)
         for key in ("tag", "group", "task_list"):
             settings.pop(key, None)
-        settings |= {"num_fewshot": num_fewshot, "custom_dataset": lambda **_: rows}
+        stated = settings.get("metadata")
+        settings |= {
+            "num_fewshot": num_fewshot,
+            "metadata": stated if isinstance(stated, dict) else {"stated": stated},
+            "dataset_kwargs": None,
+            "custom_dataset": lambda **_: rows,
+        }
         opened: Any = ConfigurableTask(config=settings)
     except UserError:
         raise

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
-from small_models import SENTENCES, make_llama
 
 import tightfit
+from small_models import SENTENCES, make_llama
 from tightfit.core.dtypes import Dtype
-from tightfit.core.errors import UserError
 from tightfit.evaluation.suite import SuiteScores
 from tightfit.export.convert import convert_to_gguf
 
@@ -71,7 +69,8 @@ def gguf(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def scores(folder: Path, gguf: Path, data: Path, tmp_path_factory: Any) -> SuiteScores:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TIGHTFIT_CACHE", str(tmp_path_factory.mktemp("cache")))
-        return evaluate(folder, data, beside=[str(gguf)])
+        saved = tmp_path_factory.mktemp("saved")
+        return evaluate(folder, data, beside=[str(gguf)], save=str(saved))
 
 
 def evaluate(target: Path, data: Path, **changes: Any) -> SuiteScores:
@@ -82,7 +81,7 @@ def evaluate(target: Path, data: Path, **changes: Any) -> SuiteScores:
 
 
 @pytest.fixture(scope="module")
-def peers(folder: Path, data: Path) -> dict[str, dict[str, float]]:
+def peers(folder: Path, data: Path) -> dict[str, Any]:
     """What lm-eval finds with its own model of transformers."""
     import torch
     from lm_eval.evaluator import evaluate as run
@@ -103,9 +102,12 @@ def peers(folder: Path, data: Path) -> dict[str, dict[str, float]]:
             one.name: open_task(find_data(one, data, shots[one.name]), shots[one.name])
             for one in files
         }
-        found = run(peer, {"tasks": tasks, "groups": {}, "group_map": {}}, bootstrap_iters=100)
-    results: dict[str, dict[str, float]] = found["results"]
-    return results
+        found: dict[str, Any] = run(
+            lm=peer,
+            task_dict={"tasks": tasks, "groups": {}, "group_map": {}},
+            bootstrap_iters=100,
+        )
+    return found
 
 
 def value_of(score: Any, results: dict[str, Any], suffix: str = "") -> float:
@@ -113,9 +115,8 @@ def value_of(score: Any, results: dict[str, Any], suffix: str = "") -> float:
     return float(results[f"{score.metric}{suffix},{how}"])
 
 
-def test_scores_equal_those_of_lm_eval(
-    scores: SuiteScores, peers: dict[str, dict[str, float]]
-) -> None:
+def test_scores_equal_those_of_lm_eval(scores: SuiteScores, peers: dict[str, Any]) -> None:
+    results = peers["results"]
     metrics = {f"{score.task} {score.title}" for score in scores.metrics}
     assert metrics == {
         "arc_easy acc",
@@ -127,10 +128,56 @@ def test_scores_equal_those_of_lm_eval(
         "wikitext bits_per_byte",
     }
     for score in scores.metrics:
-        wanted = value_of(score, peers[score.task])
+        wanted = value_of(score, results[score.task])
         assert score.scores["model"].value == pytest.approx(wanted, rel=1e-4), score.title
         assert score.scores["small"].value == pytest.approx(wanted, rel=5e-3), score.title
         if score.task == "arc_easy":
-            error = value_of(score, peers[score.task], "_stderr")
+            error = value_of(score, results[score.task], "_stderr")
             assert score.scores["model"].error == pytest.approx(error, rel=1e-6)
     assert "llama.cpp" in scores.formats["small"]
+    # The tiny model's answers are all wrong: the texts say more than their score.
+    assert scores.path is not None
+    own = [
+        json.loads(path.read_text())["answers"]
+        for path in sorted(Path(scores.path).parent.glob("*--gsm8k-*.json"))
+    ]
+    own_texts = [
+        sample for sample in peers["samples"]["gsm8k"] if sample["filter"] == "strict-match"
+    ]
+    wanted = [sample["resps"][0][0] for sample in own_texts]
+    assert len(own) == 2
+    assert own[0] == wanted
+    assert sum(a == b for a, b in zip(own[1], wanted, strict=True)) >= LIMIT - 2
+
+
+def test_an_interrupted_evaluation_goes_on_at_the_next_pair(
+    folder: Path, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    def stop(stage: str, done: int, total: int) -> None:
+        del done, total
+        if stage not in seen:
+            seen.append(stage)
+        if stage.endswith("gsm8k"):
+            raise KeyboardInterrupt
+
+    options: dict[str, Any] = {"suite": ["arc_easy", "gsm8k"], "suite_fewshot": 0, "limit": 4}
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(folder, data, save=str(tmp_path), progress=stop, **options)
+    assert not (tmp_path / "suite" / "suite.json").exists()
+    seen.clear()
+    done = evaluate(
+        folder, data, save=str(tmp_path), progress=lambda stage, *_: seen.append(stage), **options
+    )
+    assert set(seen) == {"model: gsm8k"}
+    assert {score.num_rows for score in done.metrics} == {4}
+    # Everything is there: no model is loaded, and no network is tried.
+    monkeypatch.setattr(
+        "tightfit.evaluation.suite.open_engine", lambda _: pytest.fail("a model was loaded")
+    )
+    monkeypatch.setattr(socket.socket, "connect", lambda *_: pytest.fail("a connection"))
+    again = evaluate(folder, data, save=str(tmp_path), **options)
+    assert again.metrics == done.metrics
+    written = SuiteScores.model_validate_json((tmp_path / "suite" / "suite.json").read_text())
+    assert written == again
