@@ -229,7 +229,9 @@ def _evaluate(request: SuiteRequest, started: float, lm_eval_version: str) -> Su
 
 
 def _count_fewshot(settings: Mapping[str, Any], asked: int | None) -> int:
-    """As lm-eval: a task that states 0 keeps it."""
+    """As lm-eval: a task that states 0 keeps it, and whole texts have no examples."""
+    if settings.get("output_type") == "loglikelihood_rolling":
+        return 0
     stated = settings.get("num_fewshot")
     if stated == 0 or asked is None:
         return int(stated or 0)
@@ -285,6 +287,7 @@ def _run_task(
 ) -> _TaskRows:
     import lm_eval.api.task
     import numpy as np
+    from jinja2 import TemplateError
     from lm_eval.evaluator import evaluate
 
     from tightfit.evaluation.suite_model import EngineModel
@@ -322,7 +325,7 @@ def _run_task(
     except UserError:
         raise
     except (KeyError, IndexError, TypeError, ValueError, AttributeError, LookupError,
-            ImportError, OSError, ArithmeticError) as error:  # fmt: skip
+            ImportError, OSError, ArithmeticError, TemplateError) as error:  # fmt: skip
         where = ", ".join(str(one) for files in data.splits.values() for one in files)
         raise InvalidInputError(
             f"lm-eval cannot score {name} on {where}: {type(error).__name__}: {first_line(error)}.",

@@ -332,11 +332,12 @@ def open_task(data: TaskData, num_fewshot: int) -> Any:
     shots = task.settings.get("fewshot_config")
     if isinstance(shots, dict) and isinstance(shots.get("split"), str):
         rows.setdefault(shots["split"], rows[data.eval_split])
+    has_own = task.settings.get("process_results") is not None
     for metric in task.settings.get("metric_list") or ():
-        name = metric.get("metric") if isinstance(metric, dict) else None
-        has_own = task.settings.get("process_results") is not None
+        stated = metric if isinstance(metric, dict) else {}
+        name = stated.get("metric")
         is_known = isinstance(name, FunctionName) or has_own or name in METRIC_REGISTRY
-        if not is_known or metric.get("hf_evaluate"):
+        if not is_known or stated.get("hf_evaluate"):
             raise UsageError(
                 f"The task {task.name} takes its metric {name!r} from the network.",
                 remedy="choose a task with metrics of lm-eval's own",
@@ -352,10 +353,10 @@ def open_task(data: TaskData, num_fewshot: int) -> Any:
         settings = load_yaml(task.path)
         for key in ("tag", "group", "task_list"):
             settings.pop(key, None)
-        stated = settings.get("metadata")
+        described = settings.get("metadata")
         settings |= {
             "num_fewshot": num_fewshot,
-            "metadata": stated if isinstance(stated, dict) else {"stated": stated},
+            "metadata": described if isinstance(described, dict) else {"stated": described},
             "dataset_kwargs": None,
             "custom_dataset": lambda **_: rows,
         }

@@ -34,7 +34,8 @@ def write_data(folder: Path) -> Path:
         }
         for n in range(LIMIT)
     ]
-    write_rows(folder / "allenai" / "ai2_arc" / "ARC-Easy" / "test.jsonl", choices)
+    for split in ("train", "test"):
+        write_rows(folder / "allenai" / "ai2_arc" / "ARC-Easy" / f"{split}.jsonl", choices)
     sums = [
         {"question": f"How many are {n} foxes and {n + 1} dogs?", "answer": f"#### {2 * n + 1}"}
         for n in range(LIMIT)
@@ -96,7 +97,7 @@ def peers(folder: Path, data: Path) -> dict[str, Any]:
         peer = HFLM(
             pretrained=model, tokenizer=library.from_pretrained(folder), batch_size=4, device="cpu"
         )
-        shots = {"arc_easy": 1, "gsm8k": 1, "wikitext": 1}
+        shots = {"arc_easy": 1, "gsm8k": 1, "wikitext": 0}
         files = find_tasks(TASKS, None, allows_code=False)
         tasks = {
             one.name: open_task(find_data(one, data, shots[one.name]), shots[one.name])
