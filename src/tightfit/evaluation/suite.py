@@ -108,7 +108,6 @@ class SuiteScores(Frozen):
     seconds: NonNegativeFloat
     notes: tuple[str, ...] = ()
     path: str | None = None
-    plot: str | None = None
 
 
 class _TaskRows(Frozen):
@@ -141,6 +140,9 @@ def evaluate_suite(request: SuiteRequest) -> SuiteScores:
             f"There is no folder {str(request.own_tasks)!r}.",
             remedy="--suite-tasks FOLDER with YAML files of lm-eval",
         )
+    files = find_tasks(request.tasks, request.own_tasks, allows_code=request.allows_code)
+    shots = {task.name: _count_fewshot(task.settings, request.num_fewshot) for task in files}
+    found = [find_data(task, request.data, shots[task.name]) for task in files]
     silence_libraries()
     with offline():
         import logging
@@ -148,13 +150,19 @@ def evaluate_suite(request: SuiteRequest) -> SuiteScores:
         import lm_eval
 
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
-        return _evaluate(request, started, str(lm_eval.__version__))
+        result = _score_columns(request, found, shots, str(lm_eval.__version__))
+    result = result.model_copy(update={"seconds": round(time.monotonic() - started, 3)})
+    if result.path is not None:
+        write_atomic(Path(result.path), result.model_dump_json(indent=2) + "\n")
+    return result
 
 
-def _evaluate(request: SuiteRequest, started: float, lm_eval_version: str) -> SuiteScores:
-    files = find_tasks(request.tasks, request.own_tasks, allows_code=request.allows_code)
-    shots = {task.name: _count_fewshot(task.settings, request.num_fewshot) for task in files}
-    found = [find_data(task, request.data, shots[task.name]) for task in files]
+def _score_columns(
+    request: SuiteRequest,
+    found: Sequence[TaskData],
+    shots: Mapping[str, int],
+    lm_eval_version: str,
+) -> SuiteScores:
     target = find_eval_target(request.target, template=request.template)
     artefacts = target.list_columns(request.beside, with_base=request.with_base)
     run = target.artefact.run
@@ -203,7 +211,7 @@ def _evaluate(request: SuiteRequest, started: float, lm_eval_version: str) -> Su
             f"of {num_compared} differences with 95% intervals about {num_compared // 20} would "
             "be outside by chance alone"
         )
-    result = SuiteScores(
+    return SuiteScores(
         tightfit_version=__version__,
         lm_eval_version=lm_eval_version,
         model=target.artefact.name,
@@ -217,15 +225,10 @@ def _evaluate(request: SuiteRequest, started: float, lm_eval_version: str) -> Su
         limit=request.limit,
         metrics=tuple(metrics),
         changes=tuple(changes),
-        seconds=round(time.monotonic() - started, 3),
+        seconds=0,
         notes=tuple(notes),
+        path=None if folder is None else str(folder / "suite.json"),
     )
-    if folder is None:
-        return result
-    path = folder / "suite.json"
-    result = result.model_copy(update={"path": str(path)})
-    write_atomic(path, result.model_dump_json(indent=2) + "\n")
-    return result
 
 
 def _count_fewshot(settings: Mapping[str, Any], asked: int | None) -> int:

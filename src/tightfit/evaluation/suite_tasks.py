@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -118,9 +119,11 @@ def _names_function(value: Any) -> bool:
 
 
 def _library_folder() -> Path:
-    import lm_eval.tasks
-
-    return Path(lm_eval.tasks.__file__).resolve().parent
+    """Of lm-eval's tasks; importing it takes seconds."""
+    found = find_spec("lm_eval")
+    assert found is not None
+    assert found.origin is not None
+    return Path(found.origin).resolve().parent / "tasks"
 
 
 def _read_folder(folder: Path) -> tuple[tuple[Path, str], ...]:
@@ -142,14 +145,14 @@ def find_tasks(names: Sequence[str], extra: Path | None, *, allows_code: bool) -
 
     lm-eval's own index parses over ten thousand files; here only those that may be meant are.
     """
-    texts = (*(_read_folder(extra.resolve()) if extra else ()), *_read_library())
+    index = _index_files((*(_read_folder(extra.resolve()) if extra else ()), *_read_library()))
     found: dict[str, TaskFile] = {}
     for name in names:
-        tasks = list(_expand(name, texts, ()))
+        tasks = list(_expand(name, index, ()))
         if not tasks:
-            known = {one for _, text in texts for one in _TASK_LINE.findall(text)}
+            known = sorted(one for one, (kind, _) in index.names.items() if kind == "task")
             raise NotFoundError(
-                f"lm-eval has no task {name!r}.{did_you_mean(name, sorted(known))}",
+                f"lm-eval has no task {name!r}.{did_you_mean(name, known)}",
                 remedy="name one of its tasks, like arc_easy, or a folder of your own: "
                 "--suite-tasks FOLDER",
             )
@@ -159,21 +162,51 @@ def find_tasks(names: Sequence[str], extra: Path | None, *, allows_code: bool) -
     return list(found.values())
 
 
-_TASK_LINE = re.compile(r"^task:[ \t]*[\"']?([\w.:-]+)[\"']?[ \t]*(?:#.*)?$", re.MULTILINE)
+_NAME_LINE = re.compile(r"^(task|group):[ \t]*[\"']?([^\s\"'#\[]+)", re.MULTILINE)
+_TAG_LINE = re.compile(
+    r"^(?:tag:[ \t]*|[ \t]*-[ \t]+)[\"']?([^\s\"'#:]+)[\"']?[ \t]*$", re.MULTILINE
+)
+_INCLUDE_LINE = re.compile(r"^include:[ \t]*[\"']?([^\s\"'#]+)", re.MULTILINE)
 
 
-def _expand(
-    name: str, texts: Sequence[tuple[Path, str]], within: tuple[str, ...]
-) -> Iterator[TaskFile]:
+@cache
+def _read_text(path: Path) -> str:
+    """Of an included file; empty where there is none."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+class _Index(NamedTuple):
+    """Where names stand, by their text; what stands there is parsed when it is asked for."""
+
+    names: dict[str, tuple[str, Path]]
+    """`task` or `group`, and its file."""
+    tags: dict[str, list[Path]]
+    """Files that may have the tag."""
+
+
+def _index_files(texts: Sequence[tuple[Path, str]]) -> _Index:
+    index = _Index({}, {})
+    for path, text in texts:
+        named = _NAME_LINE.search(text)
+        if named is None:
+            continue
+        index.names.setdefault(named[2], (named[1], path))
+        included = (_read_text(path.parent / name) for name in _INCLUDE_LINE.findall(text))
+        for word in {word for one in (text, *included) for word in _TAG_LINE.findall(one)}:
+            index.tags.setdefault(word, []).append(path)
+    return index
+
+
+def _expand(name: str, index: _Index, within: tuple[str, ...]) -> Iterator[TaskFile]:
     if name in within:
         raise InvalidInputError(f"The group {name!r} holds itself.", remedy="correct its file")
-    word = re.compile(rf"^(task|group):[ \t]*[\"']?{re.escape(name)}[\"']?[ \t]*(#.*)?$", re.M)
-    for path, text in texts:
-        kind = word.search(text)
-        if kind is None:
-            continue
+    if name in index.names:
+        kind, path = index.names[name]
         settings, with_code = _read_yaml(path)
-        if kind[1] == "task":
+        if kind == "task":
             settings = {k: v for k, v in settings.items() if k not in ("tag", "group", "task_list")}
             yield TaskFile(name=name, path=path, settings=settings, code_paths=tuple(with_code))
             return
@@ -184,16 +217,13 @@ def _expand(
                     f"The group {name!r} changes the settings of its tasks.",
                     remedy="name the tasks themselves",
                 )
-            yield from _expand(member, texts, (*within, name))
+            yield from _expand(member, index, (*within, name))
         return
-    tag = re.compile(rf"^(tag:[ \t]*|[ \t]*-[ \t]*)[\"']?{re.escape(name)}[\"']?[ \t]*$", re.M)
-    for path, text in texts:
-        if tag.search(text) is None:
-            continue
-        settings, with_code = _read_yaml(path)
+    for path in index.tags.get(name, ()):
+        settings, _ = _read_yaml(path)
         tags, task = settings.get("tag"), settings.get("task")
         if isinstance(task, str) and name in (tags if isinstance(tags, list) else [tags]):
-            yield from _expand(task, texts, (*within, name))
+            yield from _expand(task, index, (*within, name))
 
 
 def _check_code(task: TaskFile, *, allows_code: bool) -> None:
