@@ -9,19 +9,15 @@ serve` answers at temperature 1; validity is decided by the jsonschema package, 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import random
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,6 +25,7 @@ from typing import Any
 import jsonschema
 
 from _provenance import provenance
+from _served import served
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "support"))
@@ -114,20 +111,6 @@ def ask(url: str, number: int, schema: dict[str, Any], word: str) -> str:
     except (ValueError, KeyError, jsonschema.ValidationError) as error:
         return f"invalid: {str(error)[:200]}"
     return "valid call" if is_call else "valid"
-
-
-@contextlib.contextmanager
-def served(model: Path) -> Iterator[str]:
-    """The address of a server that answers."""
-    command = [sys.executable, "-m", "tightfit", "serve", str(model), "--port", "0", "--json"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        ready: dict[str, Any] = json.loads(process.stdout.readline())
-        yield str(ready["base_url"])
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(60)
 
 
 if __name__ == "__main__":

@@ -8,18 +8,15 @@ Trains only where `demo-out/runs/tool_calls` holds no finished run.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import hashlib
 import json
 import os
-import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from _provenance import write_result
+from _served import served
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLE = Path("examples") / "tool_calls"
@@ -62,20 +59,6 @@ def run(*words: object) -> str:
     )
     print(done.stdout, flush=True)
     return done.stdout
-
-
-@contextlib.contextmanager
-def served(model: Path) -> Iterator[str]:
-    """The address of a server that answers."""
-    command = [sys.executable, "-m", "tightfit", "serve", str(model), "--port", "0", "--json"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        ready: dict[str, Any] = json.loads(process.stdout.readline())
-        yield str(ready["base_url"])
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(60)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,12 @@ import pytest
 from cli_run import run_process
 from tightfit.clusters.site import read_site
 from tightfit.core.errors import InvalidInputError, UserError
-from tightfit.core.secrets import hide_secret_options, hide_secrets, is_secret
+from tightfit.core.secrets import (
+    hide_secret_options,
+    hide_secrets,
+    is_secret,
+    without_secrets,
+)
 
 
 @pytest.mark.parametrize(
@@ -29,6 +34,11 @@ from tightfit.core.secrets import hide_secret_options, hide_secrets, is_secret
 )
 def test_what_is_a_secret(name: str, value: str, expected: bool) -> None:
     assert is_secret(name, value) is expected
+
+
+def test_a_process_that_reads_strangers_files_is_told_no_secret() -> None:
+    given = {"HF_TOKEN": "a", "HTTPS_PROXY": "http://me:word@proxy", "PATH": "/bin", "HOME": "/"}
+    assert without_secrets(given) == {"PATH": "/bin", "HOME": "/"}
 
 
 def test_an_error_quotes_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:

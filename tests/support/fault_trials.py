@@ -70,7 +70,9 @@ def try_fault(
         lab.faults.set(clock_ahead_s=fault.clock_ahead_s)
     met = lab.finish(verb, running)
     lab.faults.set()
-    problems = [f"{problem} (operation {operation})" for problem in _judge(lab, met, fault)]
+    problems = [
+        f"{problem} (operation {operation})" for problem in _judge(lab, met, fault, undisturbed)
+    ]
     if met.code == 0:
         problems += [f"ended well: {problem}" for problem in compare_results(met, undisturbed)]
     if met.code != 0 or verb.is_server:
@@ -87,7 +89,7 @@ def compare_results(outcome: Outcome, undisturbed: Undisturbed) -> list[str]:
     return [f"{name} differs" for name in expected if outcome.digest.get(name) != expected[name]]
 
 
-def _judge(lab: VerbLab, met: Outcome, fault: Fault) -> list[str]:
+def _judge(lab: VerbLab, met: Outcome, fault: Fault, undisturbed: Undisturbed) -> list[str]:
     problems = [f"left: {name}" for name in met.left]
     if "Traceback" in met.said:
         problems.append(f"a traceback: {met.said[-300:]}")
@@ -102,6 +104,10 @@ def _judge(lab: VerbLab, met: Outcome, fault: Fault) -> list[str]:
         problems.append(f"no folder is named: {met.said[-300:]}")
     elif fault.error in (errno.ENOSPC, errno.EDQUOT) and not re.search(r"needed|free\b", said):
         problems.append(f"no bytes are named: {met.said[-300:]}")
-    digests = [name for name in met.digest if name != "read" and ".partial" not in name]
-    problems += [f"half-written {name}" for name in digests if name.endswith(".gguf")]
+    # Of several files the first ones may have been finished, and then they are whole.
+    problems += [
+        f"half-written {name}" for name, digest in met.digest.items()
+        if name.endswith(".gguf") and ".partial" not in name
+        and digest != undisturbed.outcome.digest.get(name)
+    ]  # fmt: skip
     return problems

@@ -13,15 +13,21 @@ from tightfit.api.call import accepts_keywords
 from tightfit.api.options.training import JobOptions, PlanOptions
 from tightfit.api.training.hardware import find_cluster, limit_cluster, state_network
 from tightfit.api.training.recipe import (
+    profile_source_lengths,
     read_plan_job,
     read_saved_plans,
     refuse_given,
     repeat_saved_plan,
+    training_sources,
 )
 from tightfit.api.training.settings import name_setting, refuse_trace, repeat_plan
+from tightfit.core.dtypes import Dtype
 from tightfit.core.errors import DoesNotFitError, UsageError
+from tightfit.core.objectives import Objective
 from tightfit.core.options import repeat_options
+from tightfit.core.profiles import DataProfile
 from tightfit.core.recipe import Recipe, make_training
+from tightfit.core.settings import Method
 from tightfit.estimation.result import Verdict
 from tightfit.hardware.types import Cluster
 from tightfit.planning.buying import Offer, buying_guide
@@ -183,6 +189,63 @@ def plan(options: PlanOptions) -> PlanResult:
     # All that are shown: traced and untraced figures do not make one ranking.
     traced = trace_search(result, asked=True, num_traced=options.top, progress=options.progress)
     return PlanResult(search=traced.result, cluster=cluster, traces=tuple(traced.traces))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LengthCost:
+    """What one `seq_len` costs, and what it cuts."""
+
+    profile: DataProfile
+    plan: Plan | None
+    """The best for that length: of the first plan's method, weights and sharding where these fit.
+    None: nothing fits."""
+
+
+MOST_LENGTHS = 6
+
+
+def compare_lengths(options: PlanOptions, found: PlanResult) -> tuple[LengthCost, ...]:
+    """What other lengths would cost than the one that was planned with, shortest first; none
+    without data, or where one length alone makes sense."""
+    cluster = found.cluster
+    if cluster is None or found.best.data is None:
+        return ()
+    recipe, request = read_plan_job(options)
+    asked, *others = profile_source_lengths(
+        training_sources(recipe),
+        seq_len=request.planned_seq_len,
+        model=recipe.model,
+        example=(recipe.objective or Objective.SFT).record.example,
+    )
+    others = sorted(others, key=lambda profile: -profile.seq_len)[:MOST_LENGTHS]
+    costs = [LengthCost(profile=asked, plan=found.best)]
+    costs += [
+        LengthCost(profile=one, plan=_plan_length(request, cluster, found.best, one))
+        for one in others
+    ]
+    return tuple(sorted(costs, key=lambda cost: cost.profile.seq_len)) if others else ()
+
+
+_KEPT = ("weights", "compute", "adapter_dtype", "optimizer", "sharding", "offload")
+"""What the plans of other lengths share with the first, if they can."""
+
+
+def _plan_length(
+    request: JobRequest, cluster: Cluster, best: Plan, profile: DataProfile
+) -> Plan | None:
+    asked = replace(request, seq_len=profile.seq_len, profile=profile)
+    kept = {name: getattr(best.strategy, name) for name in (*_KEPT, "num_nodes", "gpus_per_node")}
+    method = best.strategy.method.value
+    if best.strategy.weights is Dtype.NF4 and best.strategy.method is Method.LORA:
+        method = "qlora"
+    group = [one for one in cluster.groups if one.name == best.hardware.group]
+    alike = search(
+        replace(asked, method=method, fixed={**kept, **request.fixed}),
+        cluster.model_copy(update={"groups": tuple(group)}),
+        num_plans=1,
+    )
+    plans = alike.plans or search(asked, cluster, num_plans=1).plans
+    return plans[0] if plans else None
 
 
 def _with_training(plan: Plan, recipe: Recipe) -> Plan:

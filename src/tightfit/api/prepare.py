@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from tightfit.api.training.recipe import (
     read_new_tokens,
     training_sources,
 )
-from tightfit.core.errors import InvalidInputError, UsageError
+from tightfit.core.errors import InvalidInputError, UsageError, UserError
 from tightfit.core.objectives import ExampleKind, Objective
 from tightfit.core.options import list_given, repeat_options
 from tightfit.core.recipe import Recipe, make_training
@@ -62,6 +63,8 @@ class PrepareResult:
     """As asked for: the recipe with the options on top."""
     encoded: EncodedDataset
     batching: Batching
+    notes: tuple[str, ...] = ()
+    """What the data's length means for the model."""
 
 
 class InvalidRowsError(InvalidInputError):
@@ -99,7 +102,20 @@ def prepare(options: PrepareOptions) -> PrepareResult:
         example = (recipe.objective or Objective.SFT).record.example
         raise _make_rows_error(options, training.data, error, example) from error
     batching = measure_batches(encoded, seed=training.seed)
-    return PrepareResult(recipe=recipe, encoded=encoded, batching=batching)
+    notes = tuple(_note_positions(folder, encoded))
+    return PrepareResult(recipe=recipe, encoded=encoded, batching=batching, notes=notes)
+
+
+def _note_positions(folder: Path, encoded: EncodedDataset) -> Iterator[str]:
+    """Where rows are longer than the model was made for, as `plan` says it too."""
+    with contextlib.suppress(UserError):  # a family without formulas may still be trained
+        spec = resolve_model(str(folder))
+        longest, made_for = encoded.report.train.max_tokens, spec.max_positions
+        if made_for is not None and longest > made_for and not spec.is_encoder_decoder:
+            yield (
+                f"rows of up to {longest:,} tokens exceed the {made_for:,} positions that "
+                f"{spec.name} was made for: --seq-len {made_for}, or a model of longer rows"
+            )
 
 
 def _read_recipe(options: PrepareOptions) -> Recipe:

@@ -79,7 +79,9 @@ def plan(options: PlanOptions, output: PlanOutput) -> None:
         return
     try:
         with progress_bar() as progress:
-            found = api.plan(replace(options, progress=progress))
+            options = replace(options, progress=progress)
+            found = api.plan(options)
+            lengths = api.compare_lengths(options, found)
     except NoPlanError as error:
         # The reasons of all exclusions still go into the JSON.
         if options.explain and not output.as_json:
@@ -87,12 +89,69 @@ def plan(options: PlanOptions, output: PlanOutput) -> None:
         document = _describe_search(error.result)
         raise end_with(error, document, as_json=output.as_json) from None
     if not output.as_json:
-        show(render_plans(found.search, cluster=found.cluster, is_explained=options.explain))
+        show(
+            [
+                *render_plans(found.search, cluster=found.cluster, is_explained=options.explain),
+                *_render_lengths(lengths, found.best),
+            ]
+        )
     _save(found.best, output)
     if output.chart is not None:
         _draw(found, output)
     if output.as_json:  # last: should a file fail, JSON stays one document
-        show_json(_describe_search(found.search))
+        described = [_describe_length(cost) for cost in lengths]
+        show_json({**_describe_search(found.search), "lengths": described})
+
+
+def _describe_length(cost: api.LengthCost) -> dict[str, Any]:
+    estimate = None if cost.plan is None else cost.plan.estimate
+    return {
+        "seq_len": cost.profile.seq_len,
+        "num_truncated": cost.profile.num_truncated,
+        "num_lost_tokens": cost.profile.num_lost_tokens,
+        "num_tokens": cost.profile.num_tokens,
+        "verdict": None if estimate is None else estimate.verdict.value,
+        "gpu_bytes": None if estimate is None else estimate.gpu.peak_reserved_bytes,
+        "seconds_per_step": None if estimate is None else estimate.time.seconds_per_step,
+        "seconds_per_epoch": None if estimate is None else estimate.time.seconds_per_epoch,
+        "strategy": None if cost.plan is None else cost.plan.strategy.model_dump(mode="json"),
+    }
+
+
+def _render_lengths(lengths: Sequence[api.LengthCost], best: Plan) -> Iterator[RenderableType]:
+    """What each length cuts and costs; nothing where one alone makes sense."""
+    if not lengths:
+        return
+    columns = (">seq_len", ">rows cut", ">tokens lost", ">GiB", ">a step", ">an epoch", "~how")
+    rows: list[tuple[Cell, ...]] = []
+    for cost in lengths:
+        profile, plan = cost.profile, cost.plan
+        share = profile.num_lost_tokens / (profile.num_tokens + profile.num_lost_tokens)
+        lost = f"{profile.num_lost_tokens:,} ({share:.1%})" if profile.num_lost_tokens else "0"
+        cells = [f"{profile.seq_len:,}", f"{profile.num_truncated:,}", lost]
+        if plan is None:
+            cells += ["-", "-", "-", "nothing fits"]
+        else:
+            gpu, time = plan.estimate.gpu, plan.estimate.time
+            tight = " tight" if plan.estimate.verdict is Verdict.TIGHT else ""
+            strategy = plan.strategy
+            how = (
+                describe_method(strategy),
+                describe_precision(strategy),
+                describe_sharding(strategy),
+                f"micro-batch {strategy.micro_batch}",
+            )
+            cells += [
+                f"{gpu.peak_reserved_bytes / GIB:.1f}{tight}",
+                render_seconds(time.seconds_per_step),
+                render_seconds(time.seconds_per_epoch or 0.0),
+                ", ".join(how),
+            ]
+        style = "bold" if profile.seq_len == best.strategy.seq_len else ""
+        rows.append(tuple(styled(cell, style) for cell in cells))
+    yield ""
+    yield heading("What each length costs")
+    yield make_table(columns, rows)
 
 
 def _save(best: Plan, output: PlanOutput) -> None:

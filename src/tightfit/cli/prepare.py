@@ -188,9 +188,10 @@ def prepare(options: PrepareOptions, output: PrepareOutput) -> None:
             [
                 *_render_data(recipe, encoded),
                 *_render_lengths(encoded),
+                *_render_cuts(encoded.report),
                 *_render_batches(encoded.report, batching),
                 *_render_findings(encoded.report),
-                *render_notes("Notes", encoded.report.notes),
+                *render_notes("Notes", (*encoded.report.notes, *found.notes)),
                 *_render_rows(viewed, encoded, is_whole=is_whole),
                 *_render_next(next_step),
             ]
@@ -205,6 +206,7 @@ def prepare(options: PrepareOptions, output: PrepareOutput) -> None:
                 "is_cached": encoded.is_cached,
                 "report": encoded.report.model_dump(mode="json"),
                 "batching": asdict(batching),
+                "notes": list(found.notes),
                 "rows": [row.describe() for row in viewed],
                 "next": None if next_step is None else asdict(next_step),
             }
@@ -371,6 +373,23 @@ def _render_limit(report: DataReport) -> RenderableType:
     style = "red" if report.num_truncated or num_without else "dim"
     text = Text(f"{line} seq_len {report.seq_len:,} {line} {note}", style=style)
     return Padding(text, (0, 0, 0, 2))
+
+
+def _render_cuts(report: DataReport) -> Iterator[RenderableType]:
+    """What each length would cut, where the shortest cuts something."""
+    if not report.cuts or not report.cuts[0].num_truncated:
+        return
+    yield ""
+    marks = ", ".join(f"{name} {at:,}" for name, at in report.whole_percentiles.items())
+    yield heading("What a length cuts")
+    yield plain(f"  whole rows: {marks}, longest {report.longest_row_tokens:,} tokens")
+    columns = (">seq_len", ">rows cut", ">tokens lost", ">answers lost")
+    rows: list[tuple[Cell, ...]] = []
+    for cut in report.cuts:
+        cells = (cut.seq_len, cut.num_truncated, cut.num_lost_tokens, cut.num_without_answer)
+        style = "bold" if cut.seq_len == report.seq_len else ""
+        rows.append(tuple(styled(f"{cell:,}", style) for cell in cells))
+    yield make_table(columns, rows)
 
 
 def _render_batches(report: DataReport, batching: Batching) -> Iterator[RenderableType]:

@@ -194,8 +194,6 @@ def limit_data_bytes(num_bytes: int) -> None:
 PR_SET_PDEATHSIG = 1
 """Linux, sys/prctl.h: the signal that a process gets when the thread that started it ends."""
 POLL_SECONDS = 1.0
-BOUND_VARIABLE = "TIGHTFIT_ENDS_WITH_PARENT"
-"""Set for a bound command, so that its own children can bind themselves to it."""
 
 
 def bind_command(command: Sequence[str]) -> list[str]:
@@ -206,14 +204,8 @@ def bind_command(command: Sequence[str]) -> list[str]:
     return [sys.executable, *words]
 
 
-def follow_bound_parent() -> None:
-    """End with the parent if it is a bound command: the kernel binds only one generation."""
-    if BOUND_VARIABLE in os.environ:
-        end_with_parent(os.getppid())
-
-
 def end_with_parent(parent_pid: int) -> None:
-    """Have this process killed when `parent_pid`, which started it, ends.
+    """Have this process killed when `parent_pid`, which started it, ends; not its own children.
 
     The kernel does it, so that no lock and no long computation delays it. Where the kernel
     cannot, a thread polls. A parent that ended before this call is noticed as well.
@@ -241,5 +233,4 @@ def _poll_parent(parent_pid: int) -> None:
 
 if __name__ == "__main__":
     end_with_parent(int(sys.argv[1]))
-    os.environ[BOUND_VARIABLE] = "1"
     os.execvp(sys.argv[2], sys.argv[2:])

@@ -47,6 +47,17 @@ class DataProfile(Frozen):
     """Tokens that truncation cuts off in one epoch."""
 
 
+class LengthCut(Frozen):
+    """What one `seq_len` would cut off."""
+
+    seq_len: PositiveInt
+    num_truncated: NonNegativeInt
+    """Rows, or examples of preferences, that lose their end."""
+    num_lost_tokens: NonNegativeInt
+    num_without_answer: NonNegativeInt
+    """Of the rows cut: those that keep nothing to train on, and are left out."""
+
+
 # Peak: the moment of most memory, tensor by tensor. Part of estimates and of traces.
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 HIDDEN = "***"
 MIN_CHARS = 8
@@ -22,6 +22,11 @@ def is_secret(name: str, value: str = "") -> bool:
     words = name.strip("-").replace("-", "_").upper().split("_")
     is_named = any(word in _WORDS or word.endswith(_ENDS) for word in words)
     return (is_named and words[-1] not in _PLACES) or _LOGIN.search(value) is not None
+
+
+def without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
+    """For a process that needs none."""
+    return {name: value for name, value in environment.items() if not is_secret(name, value)}
 
 
 def hide_secrets(text: str) -> str:

@@ -21,6 +21,7 @@ from tightfit.core.strategy import DataSource
 from tightfit.data.encode_preferences import PreferenceEncoder
 from tightfit.data.encode_rows import EncoderOptions, RowEncoder
 from tightfit.data.formats import RowFormat
+from tightfit.data.packing import percentiles
 from tightfit.data.readers import ReadMeter, ReadProgress, Row, file_size
 from tightfit.data.report import (
     DataIssues,
@@ -283,6 +284,7 @@ class EncodingJob:
         pad, pad_note = tokenizer.choose_pad((*self._encoder.stop_ids, *tokenizer.stop_ids))
         train = self._write_side("train", sides.train, key, pad)
         held_out = self._write_side("eval", sides.eval, key, pad) if len(sides.eval) else None
+        lengths = self._encoder.lengths
         template, count, num_lost = self._template, self.findings.count, writer.column("num_lost")
         notes = (*tokenizer.notes, pad_note, sides.note, *self._notes())
         dropped = ("unreadable", "refused", "empty-answer", "answer-cut-off", "cut-alike")
@@ -306,6 +308,8 @@ class EncodingJob:
             num_dropped=sum(map(count, dropped)),
             num_duplicates=count("duplicate"),
             num_empty_answers=count("empty-answer"),
+            whole_percentiles=percentiles(lengths.rows) if lengths.rows else {},
+            cuts=lengths.list_cuts(),
             findings=self.findings.listed(),
             notes=tuple(note for note in notes if note),
         )
@@ -435,7 +439,7 @@ def _no_stop(
     )
 
 
-ENCODER_VERSION = 5
+ENCODER_VERSION = 6
 """Raised whenever the same data would be encoded otherwise, so that old caches are not used."""
 
 

@@ -11,6 +11,7 @@ from tightfit.data.encode_rows import (
     RowEncoder,
     describe_refusal,
     digest_messages,
+    find_first_trained,
     mask_tokens,
 )
 from tightfit.data.formats import ASSISTANT, Message, RowFormat
@@ -109,10 +110,17 @@ class PreferenceEncoder(RowEncoder):
         texts = [one.text for item in batch for one in item.rendered]
         encodings = iter(self._tokenizer.encode_sealed(texts) if texts else ())
         for item in batch:
-            sides = []
+            sides: list[_Side] = []
+            firsts: list[int | None] = []
             for rendered in item.rendered:
                 encoding = next(encodings)
-                sides.append(self._cut(encoding.ids, mask_tokens(encoding.offsets, rendered.spans)))
+                masked = mask_tokens(encoding.offsets, rendered.spans)
+                sides.append(self._cut(encoding.ids, masked))
+                firsts.append(find_first_trained(masked[0]) if masked[0][1:].any() else None)
+            known = [first for first in firsts if first is not None]
+            if len(known) == len(sides):
+                lengths = [len(side.tokens) + side.num_lost for side in sides]
+                self.lengths.add(lengths, max(known))
             yield from self._rows(item, sides)
 
     def _cut(self, ids: list[int], masked: tuple[NDArray[np.bool_], int]) -> _Side:

@@ -13,6 +13,7 @@ from tightfit.core.errors import first_line
 from tightfit.core.objectives import ExampleKind
 from tightfit.core.settings import TrainOn
 from tightfit.data.formats import ASSISTANT, Message, RowFormat
+from tightfit.data.packing import LengthTally
 from tightfit.data.readers import Row
 from tightfit.data.report import DataIssues, check_text
 from tightfit.data.templates import (
@@ -78,6 +79,8 @@ class RowEncoder:
     ) -> None:
         self.longest_row_tokens = 0
         """Before truncation."""
+        self.lengths = LengthTally(options.seq_len)
+        """Of rows that are cut; plain text becomes several instead."""
         self.counts: Counter[str] = Counter()
         """What encoding did beyond writing tokens down, by the keys of `NOTE_TEXTS`."""
         self.renderer: ChatRenderer | None = None
@@ -196,6 +199,8 @@ class RowEncoder:
         limit = self._options.seq_len
         num_lost = max(len(tokens) - limit, 0)
         self.longest_row_tokens = max(self.longest_row_tokens, len(tokens))
+        if trained[1:].any():
+            self.lengths.add([len(tokens)], find_first_trained(trained))
         row = self._row(item, tokens[:limit], trained[:limit], num_lost)
         if row.num_trained:
             if num_lost:
@@ -244,6 +249,7 @@ class RowEncoder:
         num_lost = max(len(read) - limit, 0) + max(len(answer) - limit, 0)
         longest = max(len(read), len(answer))
         self.longest_row_tokens = max(self.longest_row_tokens, longest)
+        self.lengths.add([len(read), len(answer)], 0)
         if num_lost:
             self._findings.add("truncated", item.example.place, f"{longest:,} tokens")
         if len(read) > limit:
@@ -290,6 +296,11 @@ def mask_tokens(
         trained |= is_inside
         across |= overlaps & ~is_inside
     return trained & ~across, int(across.sum())
+
+
+def find_first_trained(trained: NDArray[np.bool_]) -> int:
+    """Where the first token is that carries loss: never at 0, which nothing predicts."""
+    return int(trained[1:].argmax()) + 1
 
 
 def describe_refusal(error: TemplateRenderError) -> str:

@@ -20,7 +20,8 @@ MAX_REPEATS = 2000
 """llama.cpp's own limit."""
 MAX_READINGS = 2000
 """Places of a grammar at which one text may stand at once; a parser follows all of them."""
-_LAST_CHAR = 0x10FFFF
+_FIRST_CHAR, _LAST_CHAR = 1, 0x10FFFF
+"""llama.cpp takes the character of number zero for the end of a text, and may not come back."""
 _SURROGATES = (0xD800, 0xDFFF)
 
 
@@ -126,7 +127,7 @@ def without(node: Chars, *removed: tuple[int, int] | str) -> Chars:
 
 
 def _complement(ranges: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    found, start = [], 0
+    found, start = [], _FIRST_CHAR
     for low, high in ranges:
         if start < low:
             found.append((start, low - 1))
@@ -192,15 +193,23 @@ def children(node: Node) -> tuple[Node, ...]:
 
 def check_grammar(grammar: Grammar) -> None:
     """Raise `GrammarError` for a grammar that is too large, endless or too ambiguous."""
-    num_nodes = sum(1 for root in grammar.rules.values() for _ in _parts(root))
-    if num_nodes > MAX_NODES:
+    if sum(map(count_parts, grammar.rules.values())) > MAX_NODES:
         raise GrammarError(f"it has more than {MAX_NODES:,} parts")
+    for node in (one for root in grammar.rules.values() for one in _parts(root)):
+        ranges = node.ranges if isinstance(node, Chars) else ()
+        if (isinstance(node, Literal) and "\0" in node.text) or any(low == 0 for low, _ in ranges):
+            raise GrammarError("it holds the character of number zero")
     groups = _group_rules(grammar)
     _check_endings(grammar, [name for group in groups for name in group])
     if sum(map(_write_out, grammar.rules.values())) > MAX_EXPANDED:
         raise GrammarError(f"written out it has more than {MAX_EXPANDED:,} parts")
     if _Readings(grammar, groups).of_root > MAX_READINGS:
         raise GrammarError(f"one text can have more than {MAX_READINGS:,} readings")
+
+
+def count_parts(node: Node) -> int:
+    """A node and all below it."""
+    return sum(1 for _ in _parts(node))
 
 
 def _parts(node: Node) -> Iterator[Node]:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from tightfit.data.grammar import (
     EMPTY,
+    MAX_NODES,
     MAX_READINGS,
     MAX_REPEATS,
     Chars,
@@ -29,6 +32,7 @@ from tightfit.data.grammar import (
     check_grammar,
     children,
     choice,
+    count_parts,
     optional,
     repeat,
     sequence,
@@ -36,6 +40,8 @@ from tightfit.data.grammar import (
 )
 
 MAX_SCHEMA_DEPTH = 64
+MAX_REFERRED_DEPTH = 100
+"""With what its references name. Each level is several calls of Python's thousand."""
 MAX_SCHEMA_VALUES = 10_000
 """Of all kinds, enumerated ones included."""
 MAX_PATTERN_CHARS = 1000
@@ -113,23 +119,13 @@ def compile_schema(schema: Any) -> Grammar:
     return compiler.finish(root)
 
 
-def compile_json_object() -> Grammar:
-    """Any JSON object."""
-    return compile_schema({"type": "object"})
-
-
-def compile_pattern(pattern: str) -> Grammar:
-    """The grammar of a pattern's whole matches."""
-    grammar = Grammar({"root": Lexeme(read_pattern(pattern))})
-    check_grammar(grammar)
-    return grammar
-
-
 class SchemaCompiler:
     """Rules of one or several schemas, as parts of one grammar."""
 
     def __init__(self) -> None:
         self._rules: dict[str, Node] = {}
+        self._num_parts = 0
+        self._depth = 0
         self._documents: list[Any] = []
         self._refs: dict[tuple[int, str], str] = {}
 
@@ -148,8 +144,27 @@ class SchemaCompiler:
     def rule(self, make: Callable[[], Node], *, name: str | None = None) -> Rule:
         """A rule of its own."""
         name = name or self.reserve()
-        self._rules[name] = make()
+        self._define(name, make())
         return Rule(name)
+
+    def _define(self, name: str, node: Node) -> None:
+        self._rules[name] = node
+        self._num_parts += count_parts(node)
+        if self._num_parts > MAX_NODES:  # now: one request may bring many large schemas
+            raise GrammarError(f"it has more than {MAX_NODES:,} parts")
+
+    @contextmanager
+    def nested(self) -> Iterator[None]:
+        """Inside of one more schema."""
+        if self._depth >= MAX_REFERRED_DEPTH:
+            raise GrammarError(
+                f"with its references it is nested more than {MAX_REFERRED_DEPTH} deep"
+            )
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
 
     def reserve(self) -> str:
         """A name for a rule that is still to be made."""
@@ -161,7 +176,7 @@ class SchemaCompiler:
         """The rule of a part that is named, made once; it may name itself."""
         if key not in self._refs:
             self._refs[key] = name = self.reserve()
-            self._rules[name] = make()
+            self._define(name, make())
         return Rule(self._refs[key])
 
     def any_value(self) -> Rule:
@@ -214,6 +229,10 @@ class _Document:
 
     def value(self, schema: Any, place: str) -> Node:
         """The values of one subschema."""
+        with self._compiler.nested():
+            return self._value(schema, place)
+
+    def _value(self, schema: Any, place: str) -> Node:
         if schema is True or schema == {}:
             return self._compiler.any_value()
         if not isinstance(schema, Mapping):
@@ -267,6 +286,7 @@ class _Document:
                 isinstance(found, list)
                 and key.isascii()
                 and key.isdigit()
+                and len(key) <= len(str(MAX_SCHEMA_VALUES))
                 and int(key) < len(found)
             ):
                 found = found[int(key)]
@@ -463,24 +483,28 @@ def _is_of(value: Any, kind: str) -> bool:
 def _are_distinct(schemas: Sequence[Any]) -> bool:
     """Whether no text begins two of these so that both could go on side by side."""
     kinds = [_kinds(schema) for schema in schemas]
-    for at, one in enumerate(schemas):
-        for other in range(at):
-            common = kinds[at] & kinds[other]
-            if common and not (common == {"object"} and _differ_first(one, schemas[other])):
-                return False
-    return True
+    uses = Counter(kind for one in kinds for kind in one)
+    if any(count > 1 and kind != "object" for kind, count in uses.items()):
+        return False
+    objects = [one for one, found in zip(schemas, kinds, strict=True) if "object" in found]
+    return len(objects) < 2 or _differ_first(objects)
 
 
 def _exclude_each_other(schemas: Sequence[Any]) -> bool:
     """Whether no object of one of these alternatives is valid by another."""
     firsts = [_first_member(one) if isinstance(one, Mapping) else None for one in schemas]
-    for one, first in zip(schemas, firsts, strict=True):
-        for other, second in zip(schemas, firsts, strict=True):
-            if first is None or second is None or first[0] == second[0]:
-                continue  # of several types, or told apart by a constant
-            if set(other["required"]) <= {*one["properties"], *one["required"]}:
-                return False
-    return True
+    objects = [
+        (first[0], frozenset(one["required"]), {*one["properties"], *one["required"]})
+        for one, first in zip(schemas, firsts, strict=True)
+        if first is not None
+    ]
+    # Those of the same first property are told apart by a constant.
+    return not any(
+        needed <= known
+        for first, _, known in objects
+        for second, needed, _ in objects
+        if first != second
+    )
 
 
 def _kinds(schema: Any) -> set[str]:
@@ -497,13 +521,18 @@ def _kinds(schema: Any) -> set[str]:
     return {"number" if one == "integer" else one for one in types}
 
 
-def _differ_first(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    first, second = _first_member(one), _first_member(other)
-    if first is None or second is None:
-        return False
-    if first[0] != second[0]:
-        return True
-    return bool(first[1] and second[1] and first[1].isdisjoint(second[1]))
+def _differ_first(schemas: Sequence[Any]) -> bool:
+    """Whether objects differ in the name of their first property, or in its constants."""
+    constants: dict[str, list[set[str]]] = {}
+    for one in schemas:
+        first = _first_member(one) if isinstance(one, Mapping) else None
+        if first is None:
+            return False
+        constants.setdefault(first[0], []).append(first[1])
+    return all(
+        len(sets) == 1 or (all(sets) and len(set().union(*sets)) == sum(map(len, sets)))
+        for sets in constants.values()
+    )
 
 
 def _first_member(schema: Mapping[str, Any]) -> tuple[str, set[str]] | None:
@@ -511,6 +540,8 @@ def _first_member(schema: Mapping[str, Any]) -> tuple[str, set[str]] | None:
     properties = schema.get("properties")
     required = schema.get("required")
     if not isinstance(properties, Mapping) or not isinstance(required, list) or not properties:
+        return None
+    if not all(isinstance(one, str) for one in required):
         return None
     name, value = next(iter(properties.items()))
     if name not in required:
@@ -727,7 +758,7 @@ _IN_DOUBT = {"d": chars((0x80, 0x10FFFF)), "w": chars((0x80, 0x10FFFF))}
 _IN_DOUBT["s"] = chars((0x1C, 0x1F), "\x85\xa0\u1680\u180e", (0x2000, 0x200F), (0x2028, 0x202F))
 _IN_DOUBT["s"] = chars(*_IN_DOUBT["s"].ranges, "\u205f\u3000\ufeff")
 _WIDE = {name: chars(*one.ranges, *_IN_DOUBT[name].ranges) for name, one in _CLASSES.items()}
-_EVERY = chars((0, 0x10FFFF))
+_EVERY = chars((1, 0x10FFFF))
 _CLASSES |= {name.upper(): without(_EVERY, *one.ranges) for name, one in _WIDE.items()}
 _WIDE |= {name.upper(): without(_EVERY, *_CLASSES[name].ranges) for name in "dws"}
 _DOT = without(_EVERY, "\n\r\u2028\u2029")

@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from tightfit.core.profiles import LengthCut
+
 # What a distribution of row lengths means for batches: percentiles, buckets, padding.
 
 BUCKET_GROWTH = 1.03
@@ -40,6 +42,54 @@ def buckets(rows_by_length: Mapping[int, int]) -> tuple[tuple[int, int], ...]:
             pairs.append((length, rows_by_length[length]))
             limit = math.floor(length * BUCKET_GROWTH)
     return tuple(pairs)
+
+
+SHORTEST_CANDIDATE = 512
+MOST_CANDIDATES = 10
+"""The longest of them: a few rows of a million tokens say nothing about 512."""
+
+
+def list_candidate_lengths(longest: int, *asked: int) -> tuple[int, ...]:
+    """Powers of two up to the first that cuts nothing, and what is asked for."""
+    last = max(longest, SHORTEST_CANDIDATE) - 1
+    top = 1 << last.bit_length()
+    powers = [top >> at for at in range(MOST_CANDIDATES) if top >> at >= SHORTEST_CANDIDATE]
+    return tuple(sorted({*powers, *asked}))
+
+
+class LengthTally:
+    """Lengths of rows before they are cut, and what other lengths than the one asked for would
+    cut. Memory grows with distinct lengths only."""
+
+    def __init__(self, seq_len: int) -> None:
+        self.seq_len = seq_len
+        self.rows: Counter[int] = Counter()
+        """By the longest side: of a pair there are two, of most rows one."""
+        self._sides: Counter[int] = Counter()
+        self._first_trained: Counter[int] = Counter()
+
+    def add(self, sides: Sequence[int], first_trained: int) -> None:
+        """`first_trained`: with this many tokens or fewer the row trains nothing."""
+        self.rows[max(sides)] += 1
+        self._sides.update(sides)
+        self._first_trained[first_trained] += 1
+
+    def list_cuts(self) -> tuple[LengthCut, ...]:
+        if not self.rows:
+            return ()
+        return tuple(
+            LengthCut(
+                seq_len=at,
+                num_truncated=sum(n for length, n in self.rows.items() if length > at),
+                num_lost_tokens=sum(
+                    (length - at) * n for length, n in self._sides.items() if length > at
+                ),
+                num_without_answer=sum(
+                    n for first, n in self._first_trained.items() if first >= at
+                ),
+            )
+            for at in list_candidate_lengths(max(self.rows), self.seq_len)
+        )
 
 
 def scaled(rows_by_length: Mapping[int, int], num_rows: int) -> dict[int, int]:

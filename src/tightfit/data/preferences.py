@@ -212,6 +212,7 @@ _LABELLED = PreferenceFormat(
 )
 PREFERENCE_FORMATS = {one.name: one for one in (_PAIRS, _LABELLED)}
 """By name; of an example's own kind, or pairs taken apart into labelled answers."""
+PREFERENCE_EXAMPLES = tuple(one.example for one in PREFERENCE_FORMATS.values())
 
 _SUITS = {
     ExampleKind.PAIR: (ExampleKind.PAIR,),
@@ -230,10 +231,9 @@ def holds_preferences(row: Row) -> bool:
     return not is_answer and any(one.matches(row.values) for one in PREFERENCE_FORMATS.values())
 
 
-def holds_pairs(row: Row) -> bool:
-    """A chosen and a rejected answer, whatever else."""
-    held = (one for one in PREFERENCE_FORMATS.values() if one.kind is ExampleKind.PAIR)
-    return any(one.matches(row.values) for one in held)
+def find_preference_format(row: Row) -> PreferenceFormat | None:
+    """Of a pair or a labelled answer, whatever else the row holds."""
+    return next((one for one in PREFERENCE_FORMATS.values() if one.matches(row.values)), None)
 
 
 def recognise(row: Row, example: ExampleKind) -> RowFormat:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import random
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,12 @@ from tightfit.core.profiles import DataProfile
 from tightfit.core.settings import MAX_SEQ_LEN
 from tightfit.core.strategy import DataSource
 from tightfit.data.formats import Turns
-from tightfit.data.packing import describe_lengths, estimate_padding_waste, scaled
+from tightfit.data.packing import (
+    describe_lengths,
+    estimate_padding_waste,
+    list_candidate_lengths,
+    scaled,
+)
 from tightfit.data.preferences import list_examples
 from tightfit.data.readers import ReadMeter, ReadProgress, file_size
 from tightfit.data.sources import OpenedSource, data_files, open_source, read_source
@@ -205,10 +210,13 @@ _BATCH_CHARS = 4_000_000
 _SAMPLE_SEED = 20_240_917  # fixed: the same file gives the same profile
 
 
+_Sides = tuple[tuple[int, int], ...]
+
+
 class _Sampled(NamedTuple):
     mark: float
     """Drawn at random; a row stays while its mark is under the threshold."""
-    sides: tuple[tuple[int, int], ...]
+    sides: _Sides
     """Tokens, and trained ones, of each of its conversations."""
     copies: int
     is_text: bool
@@ -216,6 +224,54 @@ class _Sampled(NamedTuple):
 
 Example = tuple[Turns, ...]
 """One conversation, or both of a pair."""
+
+
+class _Cut:
+    """Sums over examples, each cut to one length."""
+
+    def __init__(self, seq_len: int) -> None:
+        self.seq_len = seq_len
+        self.rows_by_length: Counter[int] = Counter()
+        self.num_made = 0
+        """Rows that they became: more, where texts are cut into pieces."""
+        self.num_tokens = 0
+        self.num_trained_tokens = 0
+        self.num_truncated = 0
+        self.num_lost_tokens = 0
+
+    def add(self, sides: _Sides, copies: int, *, is_text: bool) -> None:
+        """One example. Truncation keeps the head, so the answer at the end is lost first; plain
+        text is cut into as many rows as it takes instead."""
+        longest = max(length for length, _ in sides)
+        if is_text and longest > self.seq_len:
+            num_whole, rest = divmod(longest, self.seq_len)
+            self._add_row(((self.seq_len, self.seq_len),), copies * num_whole)
+            if rest:
+                self._add_row(((rest, rest),), copies)
+            return
+        self.num_truncated += copies if longest > self.seq_len else 0
+        lost = [max(length - self.seq_len, 0) for length, _ in sides]
+        self.num_lost_tokens += sum(lost) * copies
+        kept = zip(sides, lost, strict=True)
+        self._add_row(
+            tuple(
+                (length - less, max(num_trained - less, 0)) for (length, num_trained), less in kept
+            ),
+            copies,
+        )
+
+    def merge(self, other: _Cut) -> None:
+        """With rows that neither length cuts."""
+        self.rows_by_length.update(other.rows_by_length)
+        self.num_made += other.num_made
+        self.num_tokens += other.num_tokens
+        self.num_trained_tokens += other.num_trained_tokens
+
+    def _add_row(self, sides: _Sides, copies: int) -> None:
+        self.rows_by_length[max(length for length, _ in sides)] += copies
+        self.num_made += copies
+        self.num_tokens += sum(length for length, _ in sides) * copies
+        self.num_trained_tokens += sum(num_trained for _, num_trained in sides) * copies
 
 
 class TokenTally:
@@ -227,20 +283,19 @@ class TokenTally:
     Memory grows with distinct lengths and with `limit` only.
     """
 
-    def __init__(self, *, counter: TokenCounter, seq_len: int, limit: int | None) -> None:
+    def __init__(
+        self, *, counter: TokenCounter, seq_lens: Sequence[int], limit: int | None
+    ) -> None:
         self.counter = counter
-        self.seq_len = seq_len
         self.num_rows = 0
         self.longest = 0
-        # Of the rows that were counted, each cut to `seq_len`.
-        self.rows_by_length: Counter[int] = Counter()
+        # Of the rows that were counted.
         self.num_counted = 0
-        self.num_made = 0
-        """Rows that they became: more, where texts are cut into pieces."""
-        self.num_tokens = 0
-        self.num_trained_tokens = 0
-        self.num_truncated = 0
-        self.num_lost_tokens = 0
+        self._seq_lens = sorted(seq_lens)
+        self.cuts = tuple(map(_Cut, self._seq_lens))
+        """Each row cut to each length, shortest first."""
+        self._whole = tuple(map(_Cut, self._seq_lens))
+        """Rows that nothing cuts from this length on: added up once, at the end for all."""
         self._limit = limit
         self._threshold = 1.0
         self._sample: list[_Sampled] = []
@@ -273,6 +328,9 @@ class TokenTally:
         for item in self._sample:
             self._add_up(item.sides, item.copies, is_text=item.is_text)
         self._sample.clear()
+        for at, whole in enumerate(self._whole):
+            for cut in self.cuts[at:]:
+                cut.merge(whole)
 
     def _count_pending(self) -> None:
         counts = self._count([example for _, _, example in self._pending])
@@ -289,33 +347,13 @@ class TokenTally:
             self._threshold /= 2
             self._sample = [item for item in self._sample if item.mark < self._threshold]
 
-    def _add_up(self, sides: tuple[tuple[int, int], ...], copies: int, *, is_text: bool) -> None:
-        """One example. Truncation keeps the head, so the answer at the end is lost first; plain
-        text is cut into as many rows as it takes instead."""
-        longest = max(length for length, _ in sides)
+    def _add_up(self, sides: _Sides, copies: int, *, is_text: bool) -> None:
         self.num_counted += copies
-        if is_text and longest > self.seq_len:
-            num_whole, rest = divmod(longest, self.seq_len)
-            self._add_row(((self.seq_len, self.seq_len),), copies * num_whole)
-            if rest:
-                self._add_row(((rest, rest),), copies)
-            return
-        self.num_truncated += copies if longest > self.seq_len else 0
-        lost = [max(length - self.seq_len, 0) for length, _ in sides]
-        self.num_lost_tokens += sum(lost) * copies
-        kept = zip(sides, lost, strict=True)
-        self._add_row(
-            tuple(
-                (length - less, max(num_trained - less, 0)) for (length, num_trained), less in kept
-            ),
-            copies,
-        )
-
-    def _add_row(self, sides: tuple[tuple[int, int], ...], copies: int) -> None:
-        self.rows_by_length[max(length for length, _ in sides)] += copies
-        self.num_made += copies
-        self.num_tokens += sum(length for length, _ in sides) * copies
-        self.num_trained_tokens += sum(num_trained for _, num_trained in sides) * copies
+        first = bisect_left(self._seq_lens, max(length for length, _ in sides))
+        for cut in self.cuts[:first]:
+            cut.add(sides, copies, is_text=is_text)
+        if first < len(self.cuts):
+            self._whole[first].add(sides, copies, is_text=is_text)
 
     def _count(self, batch: list[Example]) -> list[tuple[tuple[int, int], ...]]:
         every = [turns for example in batch for turns in example]
@@ -349,7 +387,34 @@ def profile_dataset(
     example: ExampleKind = ExampleKind.ANSWER,
     progress: Callable[[ReadProgress], None] | None = None,
 ) -> DataProfile:
-    """Lengths, truncation, padding and packing of a dataset at `seq_len`.
+    """`profile_lengths` at one length."""
+    return profile_lengths(
+        source,
+        seq_len=seq_len,
+        others=(),
+        model=model,
+        sample_limit=sample_limit,
+        example=example,
+        progress=progress,
+    )[0]
+
+
+OTHER_LENGTHS = tuple(1 << power for power in range(9, 25))
+"""What a job could have been planned with, too."""
+
+
+def profile_lengths(  # noqa: PLR0913
+    source: Sources,
+    *,
+    seq_len: int,
+    others: Sequence[int] = OTHER_LENGTHS,
+    model: str | None = None,
+    sample_limit: int | None = None,
+    example: ExampleKind = ExampleKind.ANSWER,
+    progress: Callable[[ReadProgress], None] | None = None,
+) -> tuple[DataProfile, ...]:
+    """Lengths, truncation, padding and packing of a dataset at `seq_len`, and at those of the
+    other lengths that `list_candidate_lengths` finds worth a look and that train something.
 
     Every row is read and checked. With a tokenizer at hand, tokens of at most
     `sample_limit` rows are counted (50,000 by default), drawn evenly over the
@@ -364,7 +429,7 @@ def profile_dataset(
         )
     counter = token_counter(model)
     limit = sample_limit or (EXACT_SAMPLE_ROWS if counter.is_exact else None)
-    tally = TokenTally(counter=counter, seq_len=seq_len, limit=limit)
+    tally = TokenTally(counter=counter, seq_lens=tuple({seq_len, *others}), limit=limit)
     formats: dict[str, None] = {}
     opened = _open(source)
     total = sum(file_size(path) for item in opened for path in item.files)
@@ -382,7 +447,12 @@ def profile_dataset(
             meter.add_row()
     tally.finish()
     meter.finish()
-    return _summary(tally, ", ".join(item.name for item in opened), "+".join(formats))
+    names = ", ".join(item.name for item in opened), "+".join(formats)
+    candidates = list_candidate_lengths(tally.longest)
+    asked = [cut for cut in tally.cuts if cut.seq_len == seq_len]
+    rest = [cut for cut in tally.cuts if cut not in asked and cut.seq_len in candidates]
+    trained = [cut for cut in rest if cut.num_trained_tokens]
+    return tuple(_summary(tally, cut, *names) for cut in (*asked, *trained))
 
 
 def profile_from_store(store: TokenStore) -> DataProfile:
@@ -455,22 +525,22 @@ def _open(source: Sources) -> list[OpenedSource]:
     return opened
 
 
-def _summary(tally: TokenTally, source: str, row_format: str) -> DataProfile:
+def _summary(tally: TokenTally, cut: _Cut, source: str, row_format: str) -> DataProfile:
     factor = tally.num_rows / tally.num_counted
-    if not tally.num_trained_tokens and tally.num_truncated:
+    if not cut.num_trained_tokens and cut.num_truncated:
         raise InvalidInputError(
-            f"{source}: every answer is cut off at {tally.seq_len} tokens, so nothing is trained.",
+            f"{source}: every answer is cut off at {cut.seq_len} tokens, so nothing is trained.",
             remedy="raise --seq-len, or shorten the prompts",
         )
-    if not tally.num_trained_tokens:
+    if not cut.num_trained_tokens:
         raise InvalidInputError(
             f"{source}: no row has an answer, so nothing is trained.",
             remedy="give rows an answer: an assistant message, or text under `output` or "
             "`completion`",
         )
-    num_rows = round(tally.num_made * factor)
-    lengths = scaled(tally.rows_by_length, num_rows)
-    total = round(tally.num_tokens * factor)
+    num_rows = round(cut.num_made * factor)
+    lengths = scaled(cut.rows_by_length, num_rows)
+    total = round(cut.num_tokens * factor)
     counted = [
         tally.counter.description,
         f"{TOKENS_PER_MESSAGE} tokens per message for the template",
@@ -482,15 +552,15 @@ def _summary(tally: TokenTally, source: str, row_format: str) -> DataProfile:
         format=row_format,
         num_rows=num_rows,
         num_tokens=total,
-        num_trained_tokens=max(round(tally.num_trained_tokens * factor), 1),
+        num_trained_tokens=max(round(cut.num_trained_tokens * factor), 1),
         mean_tokens=sum(length * rows for length, rows in lengths.items()) / num_rows,
-        max_tokens=min(tally.longest, tally.seq_len),
-        num_truncated=round(tally.num_truncated * factor),
-        seq_len=tally.seq_len,
+        max_tokens=min(tally.longest, cut.seq_len),
+        num_truncated=round(cut.num_truncated * factor),
+        seq_len=cut.seq_len,
         tokenizer="; ".join(counted),
         is_exact=tally.counter.is_exact,
-        num_counted_rows=tally.num_made,
+        num_counted_rows=cut.num_made,
         longest_row_tokens=tally.longest,
-        num_lost_tokens=round(tally.num_lost_tokens * factor),
-        **_describe_lengths(lengths, tally.seq_len),
+        num_lost_tokens=round(cut.num_lost_tokens * factor),
+        **_describe_lengths(lengths, cut.seq_len),
     )

@@ -6,10 +6,11 @@ import re
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from tightfit.core.errors import InvalidInputError, UserError
 from tightfit.core.frozen import Frozen
+from tightfit.core.profiles import LengthCut
 from tightfit.data.formats import Message
 from tightfit.data.packing import describe_lengths
 
@@ -194,6 +195,11 @@ class DataReport(Frozen):
     num_dropped: NonNegativeInt
     num_duplicates: NonNegativeInt
     num_empty_answers: NonNegativeInt
+    whole_percentiles: dict[str, int] = Field(default_factory=dict)
+    """Of rows before truncation."""
+    cuts: tuple[LengthCut, ...] = ()
+    """What other lengths would cut, of all that was read; none of plain text, which becomes
+    several rows instead."""
     findings: tuple[DataIssue, ...] = ()
     notes: tuple[str, ...] = ()
 

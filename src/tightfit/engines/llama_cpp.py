@@ -27,6 +27,7 @@ from tightfit.engines.protocol import (
     Request,
     Ticket,
     TokenLogprob,
+    check_tokens,
     choose_context,
     name_gpus,
 )
@@ -385,6 +386,7 @@ class LlamaEngine(BaseEngine):
                 f"{self.info.max_context:,} are possible.",
                 remedy="score the text in pieces, or allow more: --context N",
             )
+        check_tokens(tokens, self.num_vocabulary)
         with self._lock:
             self._check_open()
         return self.process.logits(tokens)

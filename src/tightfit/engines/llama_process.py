@@ -41,6 +41,7 @@ from tightfit.core.errors import (
 )
 from tightfit.core.files import temporary_folder
 from tightfit.core.import_path import module_words
+from tightfit.core.secrets import without_secrets
 from tightfit.engines.llama_devices import (
     add_hosts,
     choose_threads,
@@ -225,7 +226,9 @@ class _Life:
         try:
             child = self._child = ChildProcess(
                 bind_command([sys.executable, *words]),
-                env=os.environ | {"GGML_NO_BACKTRACE": "1"},  # which would start a debugger
+                # No secret for native code that reads a stranger's file; a backtrace would start a
+                # debugger.
+                env=without_secrets(os.environ) | {"GGML_NO_BACKTRACE": "1"},
                 limit_seconds=OPEN_SECONDS + path.stat().st_size / OPEN_BYTES_PER_SECOND,
                 inherited=(number,),
             )
@@ -246,8 +249,11 @@ class _Life:
             return
         child.lift_limit()
         self._opened.put(first)
-        for message in messages:
-            self._pass_on(message, child)
+        try:
+            for message in messages:
+                self._pass_on(message, child)
+        except (LookupError, TypeError, ValueError):  # not of our making: it is no longer itself
+            child.end(seconds=0.0)
         reason = self._explain_end(child)
         with self._lock:
             self.error = reason

@@ -160,7 +160,10 @@ class Engine(Protocol):
         ...
 
     def logits(self, tokens: Sequence[int]) -> NDArray[np.float32]:
-        """Logits of the next token after each of `tokens`: (len(tokens), vocabulary), fp32."""
+        """Logits of the next token after each of `tokens`: (len(tokens), vocabulary), fp32.
+
+        Raises `UserError` as `submit` does.
+        """
         ...
 
     def tokenize(self, text: str) -> list[int]:
@@ -217,13 +220,18 @@ def check_request(request: Request, *, max_context: int, num_vocabulary: int) ->
             remedy="shorten the prompt, or allow more: --context N, up to the model's own",
         )
     biased = (token for token, _ in request.sampling.logit_bias)
-    strange = next((t for t in (*request.prompt, *biased) if not 0 <= t < num_vocabulary), None)
+    check_tokens((*request.prompt, *biased), num_vocabulary)
+    return min(request.sampling.max_new_tokens, max_context - num_tokens)
+
+
+def check_tokens(tokens: Iterable[int], num_vocabulary: int) -> None:
+    """Raise `InvalidInputError` for a token that the model does not have."""
+    strange = next((token for token in tokens if not 0 <= token < num_vocabulary), None)
     if strange is not None:
         raise InvalidInputError(
             f"Token {strange} is beyond the model's {num_vocabulary:,} tokens.",
             remedy="make the prompt with this model's own tokenizer",
         )
-    return min(request.sampling.max_new_tokens, max_context - num_tokens)
 
 
 # Blocking, streaming and batched calls.

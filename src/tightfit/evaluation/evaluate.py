@@ -12,13 +12,18 @@ from typing import TYPE_CHECKING
 
 from tightfit.core.errors import InvalidInputError
 from tightfit.core.findings import Interval
-from tightfit.core.objectives import Objective
+from tightfit.core.objectives import ExampleKind, Objective
 from tightfit.core.packages import __version__
 from tightfit.core.progress import CountProgress, Progress
 from tightfit.core.settings import MAX_SEQ_LEN, TrainOn
 from tightfit.core.strategy import DataSource
 from tightfit.data.encode import EncodeRequest, encode_dataset
-from tightfit.data.preferences import holds_pairs, holds_preferences
+from tightfit.data.preferences import (
+    PREFERENCE_EXAMPLES,
+    PreferenceFormat,
+    find_preference_format,
+    holds_preferences,
+)
 from tightfit.data.sources import open_source, read_part
 from tightfit.data.templates import Prompter
 from tightfit.data.token_store import TokenStore
@@ -35,7 +40,7 @@ from tightfit.evaluation.metrics import (
     Score,
     ScoreKind,
 )
-from tightfit.evaluation.pairs import score_pairs
+from tightfit.evaluation.preference import compute_rewards, score_labelled, score_pairs
 from tightfit.evaluation.scored_models import (
     EvalTarget,
     Question,
@@ -67,6 +72,7 @@ DEFAULT_BATCH = 16
 MAX_DEFAULT_NEW_TOKENS = 512
 SPARE_TOKENS = 32
 """Beyond the longest gold answer, where the user does not say how much may be generated."""
+_ENCODED_AS = {ExampleKind.PAIR: Objective.DPO, ExampleKind.LABELLED: Objective.KTO}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,28 +108,29 @@ class ColumnResult:
     answers: tuple[ModelAnswer, ...]
 
 
-def _asks_for_pairs(request: EvaluateRequest, source: DataSource) -> bool:
-    """Whether the rows are scored as pairs: where that is asked for, or where they hold no other
-    answer. Raises where they cannot be."""
+def _find_preferences(
+    request: EvaluateRequest, source: DataSource, target: EvalTarget
+) -> PreferenceFormat | None:
+    """The format of rows that are scored as preferences: where that is asked for, where they hold
+    no other answer, or where the run learnt from such rows. Raises where they cannot be."""
     row = next(read_part(open_source(source)), None)
-    is_wanted = PREFERENCE.word in request.metrics
+    found = None if row is None else find_preference_format(row)
+    is_usual = found is not None and found.kind is target.objective.record.example
+    is_wanted = PREFERENCE.word in request.metrics or (is_usual and not request.metrics)
     if row is None or not (is_wanted or holds_preferences(row)):
-        return False
-    if not holds_pairs(row):
-        wanted = "a chosen and a rejected answer" if is_wanted else "one answer, or pairs"
+        return None
+    if found is None:
         raise InvalidInputError(
-            f"{row.place} holds {'no pair' if is_wanted else 'a labelled answer'}; eval scores "
-            f"rows with {wanted}.",
-            remedy="name such rows; labelled answers are scored in training: "
-            "tightfit train ... --eval FILE",
+            f"{row.place} holds neither a pair of answers nor a labelled one.",
+            remedy="name rows like " + ", or ".join(PREFERENCE_EXAMPLES),
         )
     others = [word for word in request.metrics if word != PREFERENCE.word]
     if others:
         raise InvalidInputError(
-            f"{row.place} holds a pair of answers, which {others[0]} does not score.",
+            f"{row.place} holds {found.title}, which {others[0]} does not score.",
             remedy=f"--metric {PREFERENCE.word}",
         )
-    return True
+    return found
 
 
 def evaluate_model(request: EvaluateRequest) -> Scores:
@@ -133,35 +140,28 @@ def evaluate_model(request: EvaluateRequest) -> Scores:
     artefact = target.artefact
     take = str(request.limit) if request.limit else None
     source = DataSource(path=request.data, take=take, tools=request.tools)
-    is_paired = _asks_for_pairs(request, source)
+    preference = _find_preferences(request, source, target)
     encoding = EncodeRequest(
         sources=[source],
         model_folder=artefact.tokenizer,
         template=artefact.template,
-        train_on=TrainOn.ANSWERS if is_paired else target.train_on,
+        train_on=TrainOn.ANSWERS if preference else target.train_on,
         seq_len=target.seq_len,
-        objective=Objective.DPO if is_paired else Objective.SFT,
+        objective=_ENCODED_AS[preference.kind] if preference else Objective.SFT,
     )
     store = encode_dataset(encoding).train
     prompter = Prompter(load_tokenizer(artefact.tokenizer), artefact.template)
     # Rows that go on behind a call, with its result and an answer, are asked for the call.
     prefers_calls = not request.metrics or TOOL_CALLS.word in request.metrics
-    data_format, questions = "pairs", list[Question]()
-    if not is_paired:
+    questions = list[Question]()
+    if preference:
+        data_format, metrics = preference.name, [PREFERENCE]
+    else:
         data_format, questions = read_questions(source, prompter, prefers_calls=prefers_calls)
-    metrics = [
-        metric
-        for metric in METRICS.values()
-        if metric.word in request.metrics
-        or (not request.metrics and metric.suits(data_format, questions))
-    ]
+        metrics = _choose_metrics(request, data_format, questions)
     notes: list[str] = []
     scores = _make_scores(request, metrics, questions, notes)
-    max_new_tokens = 0
-    if scores:
-        longest = max(item.num_gold_tokens for item in questions)
-        room = min(longest + SPARE_TOKENS, max(MAX_DEFAULT_NEW_TOKENS, longest))
-        max_new_tokens = request.max_new_tokens or room
+    max_new_tokens = _count_new_tokens(request, questions) if scores else 0
     artefacts = target.list_columns(request.beside, with_base=request.with_base)
     folder = request.save_to or (artefact.run.path / "eval" if artefact.run else None)
     if folder is not None:
@@ -181,7 +181,7 @@ def evaluate_model(request: EvaluateRequest) -> Scores:
             infos[name] = engine.info
             losses: RowLosses | None = None
             texts: list[str] = []
-            if METRICS["loss"] in metrics or is_paired:
+            if METRICS["loss"] in metrics or preference:
                 losses = measure_loss(engine, store, _report(request, f"{name}: loss"))
             if scores:
                 report = _report(request, f"{name}: answers")
@@ -201,8 +201,8 @@ def evaluate_model(request: EvaluateRequest) -> Scores:
         num_rows=len(questions) or len(store) // store.description.rows_per_example,
         columns=tuple(columns),
         metrics=(
-            _compare_pairs(columns, target, notes)
-            if is_paired
+            _compare_preferences(columns, target, store.is_good, notes)
+            if preference
             else _compare_columns(columns, metrics, notes)
         ),
         template=store.description.template,
@@ -228,6 +228,24 @@ def evaluate_model(request: EvaluateRequest) -> Scores:
     name = Path(request.data).name.partition(".")[0] or "data"
     name = name if request.limit is None else f"{name}-first-{request.limit}"
     return write_scores(result, rows, folder, name)
+
+
+def _choose_metrics(
+    request: EvaluateRequest, data_format: str, questions: Sequence[Question]
+) -> list[Metric]:
+    """Those that are named, or else those that suit the rows."""
+    return [
+        metric
+        for metric in METRICS.values()
+        if metric.word in request.metrics
+        or (not request.metrics and metric.suits(data_format, questions))
+    ]
+
+
+def _count_new_tokens(request: EvaluateRequest, questions: Sequence[Question]) -> int:
+    longest = max(item.num_gold_tokens for item in questions)
+    room = min(longest + SPARE_TOKENS, max(MAX_DEFAULT_NEW_TOKENS, longest))
+    return request.max_new_tokens or room
 
 
 def _make_scores(
@@ -315,11 +333,21 @@ def _compare_columns(
     return tuple(compared)
 
 
-def _compare_pairs(
-    columns: Mapping[str, ColumnResult], target: EvalTarget, notes: list[str]
+def _compare_preferences(
+    columns: Mapping[str, ColumnResult],
+    target: EvalTarget,
+    is_good: NDArray[np.bool_] | None,
+    notes: list[str],
 ) -> tuple[MetricScore, ...]:
+    """`is_good` holds the labels, None for pairs."""
     losses = {name: column.losses for name, column in columns.items() if column.losses is not None}
-    scores = score_pairs(losses, objective=target.objective, beta=target.beta, notes=notes)
+    learnt_by = Objective.DPO if target.objective is Objective.SFT else target.objective
+    rewards = compute_rewards(losses, objective=learnt_by, beta=target.beta, notes=notes)
+    scores = (
+        score_pairs(losses, rewards)
+        if is_good is None
+        else score_labelled(losses, rewards, is_good)
+    )
     kinds = {kind.name: kind for kind in PREFERENCE.kinds}
     return tuple(_metric(kinds[one.name], one.values, one.counts) for one in scores)
 

@@ -248,11 +248,20 @@ TOOL_CALLS = Metric(
 )
 PREFERENCE = Metric(
     word="preference",
-    help="of pairs (chosen, rejected): rewards of the tuned model, and which answer is likelier",
+    help="of pairs and labelled answers: rewards of the tuned model, and how well they tell "
+    "good from bad",
     kinds=(
         ScoreKind(name="reward_accuracy", title="reward accuracy"),
         ScoreKind(name="reward_margin", title="reward margin", is_percent=False),
         ScoreKind(name="likelier", title="chosen answer likelier"),
+        ScoreKind(name="reward_ranking", title="good above bad answers (ROC area)"),
+        ScoreKind(name="reward_good", title="reward of good answers", is_percent=False),
+        ScoreKind(
+            name="reward_bad",
+            title="reward of bad answers",
+            is_percent=False,
+            is_lower_better=True,
+        ),
         ScoreKind(
             name="chosen_loss",
             title="loss of chosen, nats a token",
@@ -260,7 +269,7 @@ PREFERENCE = Metric(
             is_lower_better=True,
         ),
     ),
-    suits=lambda data_format, _questions: data_format == "pairs",
+    suits=lambda _format, _questions: False,  # rows of preferences have no other metric
     make_score=None,
 )
 METRICS = {
@@ -270,7 +279,7 @@ METRICS = {
             word="loss",
             help="mean negative log-likelihood of the answers' tokens, and perplexity",
             kinds=(LOSS, PERPLEXITY),
-            suits=lambda data_format, _questions: data_format != "pairs",
+            suits=lambda _format, _questions: True,
             make_score=None,
         ),
         Metric(

@@ -107,8 +107,8 @@ class EvalTarget:
     base: Path | None
     """The model it was tuned from; None where nothing was tuned."""
     train_on: TrainOn = TrainOn.ANSWERS
-    objective: Objective = Objective.DPO
-    """Of the run, where that learnt from preferences; by it pairs have rewards."""
+    objective: Objective = Objective.SFT
+    """What the run learnt by."""
     beta: float = Objective.DPO.record.beta or 0.0
     seq_len: int
     max_positions: int | None

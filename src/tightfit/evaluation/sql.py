@@ -50,6 +50,9 @@ _MAX_VALUE_BYTES = 1 << 20
 _HEAP_BYTES = 1 << 28
 """SQLite's limits for one value and for this process: a single function call can make a
 gigabyte, and the time limit is checked only between calls."""
+_MAX_RESULT_BYTES = 1 << 26
+"""Of texts and blobs in all rows of a result."""
+_MAX_COLUMNS = 500
 _STEPS_PER_LOOK = 1000
 _MAX_TEXT = 1 << 20
 
@@ -84,13 +87,19 @@ def open_sandbox(path: Path) -> Iterator[Sandbox]:
         yield lock(connection)
 
 
-def lock(connection: sqlite3.Connection) -> Sandbox:
-    """Permanently forbid everything but reading."""
+def limit(connection: sqlite3.Connection) -> None:
+    """Bound memory, before anything that is not ours runs."""
     connection.execute(f"PRAGMA hard_heap_limit = {_HEAP_BYTES}")
-    connection.execute("PRAGMA query_only = ON")
     connection.execute("PRAGMA trusted_schema = OFF")
     if sys.version_info >= (3, 11):
         connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_VALUE_BYTES)
+        connection.setlimit(sqlite3.SQLITE_LIMIT_COLUMN, _MAX_COLUMNS)
+
+
+def lock(connection: sqlite3.Connection) -> Sandbox:
+    """Permanently forbid everything but reading."""
+    limit(connection)
+    connection.execute("PRAGMA query_only = ON")
     # Some published databases hold text that is no UTF-8.
     connection.text_factory = lambda raw: raw.decode("utf-8", "replace")
     connection.set_authorizer(_allow_reading)
@@ -103,21 +112,38 @@ def run_query(sandbox: Sandbox, query: str, limits: QueryLimits) -> QueryRows:
         raise QueryError("the query is too long")
     deadline = time.monotonic() + limits.seconds
     sandbox.set_authorizer(_allow_padding if _pads_harmlessly(query) else _allow_reading)
-    sandbox.set_progress_handler(lambda: int(time.monotonic() > deadline), _STEPS_PER_LOOK)
+    _end_at(sandbox, deadline)
     try:
         with closing(sandbox.cursor()) as cursor:
             cursor.execute(query)
             if cursor.description is None:
                 raise QueryError("it is not a query")
-            rows: QueryRows = cursor.fetchmany(limits.num_rows + 1)
+            rows = _fetch(cursor, limits.num_rows)
     except (sqlite3.Error, sqlite3.Warning, ValueError, OverflowError, MemoryError) as error:
         is_late = time.monotonic() > deadline
         reason = f"more than {limits.seconds:g} s" if is_late else _reason(error)
         raise QueryError(reason) from error
     finally:
         sandbox.set_progress_handler(None, 0)
-    if len(rows) > limits.num_rows:
-        raise QueryError(f"more than {limits.num_rows:,} rows")
+    return rows
+
+
+def _end_at(connection: sqlite3.Connection, deadline: float) -> None:
+    """Interrupt whatever runs beyond a time."""
+    connection.set_progress_handler(lambda: int(time.monotonic() > deadline), _STEPS_PER_LOOK)
+
+
+def _fetch(cursor: sqlite3.Cursor, most: int) -> QueryRows:
+    """All rows: SQLite's own limits do not count those that were handed over."""
+    rows: QueryRows = []
+    num_bytes = 0
+    for row in cursor:
+        num_bytes += sum(len(value) for value in row if isinstance(value, str | bytes))
+        if num_bytes > _MAX_RESULT_BYTES:
+            raise QueryError(f"rows of more than {_MAX_RESULT_BYTES >> 20} MiB")
+        if len(rows) == most:
+            raise QueryError(f"more than {most:,} rows")
+        rows.append(row)
     return rows
 
 
@@ -164,11 +190,13 @@ _STATEMENT = re.compile(
     r"|VACUUM|REINDEX|ANALYZE|BEGIN|COMMIT|ROLLBACK|SAVEPOINT|RELEASE|END|EXPLAIN)\b",
     re.IGNORECASE,
 )
-_CREATE_TABLE = re.compile(r"\bCREATE\s+TABLE\b", re.IGNORECASE)
+_CREATE_TABLE = re.compile(r"\bCREATE\s+TABLE\b(?:(?!\bCREATE\s+TABLE\b)[^(])*", re.IGNORECASE)
+"""Up to its parenthesis."""
 _SKIPPED = re.compile(
-    r"'(?:[^']|'')*'|\"(?:[^\"]|\"\")*\"|`[^`]*`|\[[^\]\n]*\]|--[^\n]*|/\*.*?\*/", re.DOTALL
+    r"'(?:[^']|'')*'|\"(?:[^\"]|\"\")*\"|`[^`]*`|\[[^\[\]\n]*\]|--[^\n]*|/\*.*?(?:\*/|\Z)",
+    re.DOTALL,
 )
-"""Quoted text, quoted names and comments."""
+"""Quoted text, quoted names and comments; in linear time, whatever is left open."""
 _STRING = re.compile(r"'((?:[^']|'')*)'|\"((?:[^\"]|\"\")*)\"")
 _NUMBER = re.compile(r"(?<![\w.])\d+(?:\.\d+)?(?![\w.])")
 
@@ -213,12 +241,19 @@ def has_order(query: str) -> bool:
 def find_tables(text: str) -> list[str]:
     """The CREATE TABLE statements in a text, each up to where its parentheses close."""
     masked = mask_quotes(text)
-    found = []
+    opened: list[int] = []
+    ends: dict[int, int] = {}
+    for found in re.finditer(r"[()]", masked):
+        if found[0] == "(":
+            opened.append(found.start())
+        elif opened:
+            ends[opened.pop()] = found.end()
+    tables = []
     for start in _CREATE_TABLE.finditer(masked):
-        end = _closing(masked, masked.find("(", start.end()))
+        end = ends.get(start.end())
         if end is not None:
-            found.append(text[start.start() : end])
-    return found
+            tables.append(text[start.start() : end])
+    return tables
 
 
 def find_literals(query: str) -> Literals:
@@ -231,17 +266,6 @@ def find_literals(query: str) -> Literals:
 def mask_quotes(text: str) -> str:
     """The text, equally long, with quotes and comments blanked out."""
     return _SKIPPED.sub(lambda found: " " * len(found[0]), text)
-
-
-def _closing(masked: str, opening: int) -> int | None:
-    if opening < 0:
-        return None
-    depth = 0
-    for place in range(opening, len(masked)):
-        depth += (masked[place] == "(") - (masked[place] == ")")
-        if depth == 0:
-            return place + 1
-    return None
 
 
 # Comparison of results: multisets of rows, or sequences where the gold query is ordered.
@@ -295,6 +319,8 @@ def _value_agrees(gold: Value, found: Value) -> bool:
 
 _T = TypeVar("_T")
 
+BUILDING_SECONDS = 5.0
+"""For the tables of one prompt, whose defaults and checks are expressions."""
 NUM_FILLINGS = 4
 NUM_ROWS = 40
 _WORDS = ("red", "Oslo", "north", "Ada", "open", "2019", "A1", "Kim")
@@ -314,6 +340,12 @@ _BUILDING = {
 }
 
 
+def _allow_building(action: int, first: str | None, second: str | None, *_: str | None) -> int:
+    if action == sqlite3.SQLITE_FUNCTION:
+        return _allow_reading(action, first, second)
+    return sqlite3.SQLITE_OK if action in _BUILDING else sqlite3.SQLITE_DENY
+
+
 @contextmanager
 def open_synthetic(tables: Sequence[str], literals: Literals, *, seed: int) -> Iterator[Sandbox]:
     """A locked in-memory database with these tables and rows drawn with `seed`.
@@ -321,9 +353,10 @@ def open_synthetic(tables: Sequence[str], literals: Literals, *, seed: int) -> I
     Raises `QueryError` where SQLite does not accept the tables.
     """
     with closing(sqlite3.connect(":memory:", isolation_level=None)) as connection:
-        connection.set_authorizer(
-            lambda action, *_: sqlite3.SQLITE_OK if action in _BUILDING else sqlite3.SQLITE_DENY
-        )
+        limit(connection)
+        connection.set_authorizer(_allow_building)
+        deadline = time.monotonic() + BUILDING_SECONDS
+        _end_at(connection, deadline)
         try:
             for statement in tables:
                 connection.execute(statement)
@@ -332,8 +365,11 @@ def open_synthetic(tables: Sequence[str], literals: Literals, *, seed: int) -> I
             for (name,) in connection.execute(query).fetchall():
                 if not name.startswith("sqlite_"):
                     _fill(connection, name, _Pool(literals, rng))
-        except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
-            raise QueryError(f"the schema is not SQLite's: {error}") from error
+        except (sqlite3.Error, sqlite3.Warning, ValueError, MemoryError) as error:
+            is_late = time.monotonic() > deadline
+            reason = f"takes more than {BUILDING_SECONDS:g} s" if is_late else "is not SQLite's"
+            raise QueryError(f"the schema {reason}: {_reason(error)}") from error
+        connection.set_progress_handler(None, 0)
         connection.set_authorizer(None)
         yield lock(connection)
 

@@ -553,7 +553,8 @@ JOB_RULES = _group(
             and not c.spec.is_encoder_decoder
         ),
         "{s.seq_len} tokens exceed the {m.max_positions} that {m.name} was trained on; "
-        "quality drops unless its rotary scaling is changed",
+        "quality drops unless `rope_parameters` and max_position_embeddings of its config.json are "
+        "scaled for them",
         "the model's config.json",
         is_warning=True,
     ),

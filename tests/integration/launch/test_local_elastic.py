@@ -129,6 +129,18 @@ def test_a_killed_rank_is_named_although_torchrun_says_1(tmp_path: Path) -> None
     assert "SIGKILL" in (state.problem or "")
 
 
+def test_no_rank_goes_on_without_torchrun(tmp_path: Path) -> None:
+    run = spread_run(tmp_path / "run", num_nodes=1, gpus_per_node=2, num_steps=2000)
+    launcher = launch(run)
+    wait_for(lambda: last_step(run))
+    ranks = psutil.Process(run.read_state().pid).parent().children()  # type: ignore[union-attr]
+    assert len(ranks) == 2
+    ranks[0].parent().kill()  # type: ignore[union-attr]
+
+    assert wait_or_kill(launcher) == 1
+    assert psutil.wait_procs(ranks, timeout=5)[1] == []
+
+
 def test_a_lost_node_comes_back_with_the_same_command(tmp_path: Path) -> None:
     run = spread_run(tmp_path / "run", num_nodes=2, gpus_per_node=1, num_steps=300)
     # Slow, so that it is not over when the node is lost; those that resume it need not be.

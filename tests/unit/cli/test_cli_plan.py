@@ -28,7 +28,8 @@ def dataset(tmp_path: Path) -> Path:
 def test_json_holds_plans_best_first_and_what_was_left_out(run: Run) -> None:
     reported = run("plan", "Llama-2-7b", "--on", "4xV100-32GB", "--seq-len", "2048", "--json").json
 
-    assert set(reported) == {"plans", "excluded", "considered", "groups"}
+    assert set(reported) == {"plans", "excluded", "considered", "groups", "lengths"}
+    assert reported["lengths"] == []  # without data
     assert reported["considered"] >= 500
     assert len(reported["plans"]) == 5
     for found in reported["plans"]:
@@ -54,6 +55,32 @@ def test_save_writes_the_first_plan_as_it_is_printed(run: Run, tmp_path: Path) -
     assert answer.err == f"wrote {saved}\n"
     assert json.loads(saved.read_text()) == reported["plans"][0]
     assert [path.name for path in saved.parent.iterdir()] == ["plan.json"]
+
+
+def test_each_length_costs_what_a_plan_for_it_says(run: Run, tmp_path: Path) -> None:
+    data = tmp_path / "long.jsonl"
+    rows = [{"prompt": "say it", "completion": "word " * (50 + 97 * i)} for i in range(30)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    line = ("plan", "Llama-2-7b", "--on", "A100-40GB", "--data", str(data), "--json")
+
+    reported = run(*line, "--seq-len", "1024", "--method", "lora").json
+
+    lengths = {row["seq_len"]: row for row in reported["lengths"]}
+    assert list(lengths) == [512, 1024, 2048, 4096]
+    lost = [row["num_lost_tokens"] for row in lengths.values()]
+    assert lost == sorted(lost, reverse=True)
+    assert lost[-1] == 0 < lost[-2]
+    assert lengths[1024]["strategy"] == reported["plans"][0]["strategy"]
+    # The same job planned for that length, with what the first plan has fixed.
+    first = reported["plans"][0]["strategy"]
+    kept = ("weights", "compute", "adapter_dtype", "optimizer", "sharding", "offload")
+    fixed = [f"--set={name}={first[name]}" for name in kept]
+    [alone] = run(*line, "--seq-len", "2048", "--method", "lora", "--top", "1", *fixed).json[
+        "plans"
+    ]
+    assert lengths[2048]["strategy"] == alone["strategy"]
+    assert lengths[2048]["gpu_bytes"] == alone["estimate"]["gpu"]["peak_reserved_bytes"]
+    assert lengths[2048]["seconds_per_epoch"] == alone["estimate"]["time"]["seconds_per_epoch"]
 
 
 def test_top_limits_the_plans(run: Run) -> None:

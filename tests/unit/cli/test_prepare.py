@@ -325,7 +325,7 @@ def test_what_is_odd_is_listed_with_its_lines(run: Run, model: Path, tmp_path: P
 def test_the_json_has_its_shape_and_agrees_with_the_rows(run: Run, model: Path, data: Path) -> None:
     reported = run("prepare", str(model), "--data", str(data), "--json", "--seq-len", "64").json
     assert set(reported) == {
-        "model", "folder", "is_cached", "report", "batching", "rows", "next"
+        "model", "folder", "is_cached", "report", "batching", "notes", "rows", "next"
     }  # fmt: skip
     assert reported["rows"] == []
     report, batching = reported["report"], reported["batching"]
@@ -450,3 +450,22 @@ def test_without_data_or_tokenizer_it_says_so(run: Run, model: Path, tmp_path: P
     answer = run("prepare", str(bare), "--data", "x.jsonl")
     assert answer.code == 3
     assert "tokenizer.json" in answer.err
+
+
+def test_rows_longer_than_the_model_was_made_for_are_told_with_what_lengths_cut(
+    run: Run, model: Path, tmp_path: Path
+) -> None:
+    data = tmp_path / "long.jsonl"
+    rows = [{"prompt": f"say {n}", "completion": "ab" * (10 + 400 * n)} for n in range(4)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    line = ("prepare", str(model), "--data", str(data), "--seq-len")
+
+    long = " ".join(run(*line, "4096").out.split())
+    assert "exceed the 512 positions" in long
+    assert "--seq-len 512" in long
+    assert "What a length cuts" in long
+    short = run(*line, "512", "--json").json
+    assert short["notes"] == []
+    cuts = {cut["seq_len"]: cut for cut in short["report"]["cuts"]}
+    assert cuts[512]["num_truncated"] > 0
+    assert cuts[max(cuts)]["num_truncated"] == 0

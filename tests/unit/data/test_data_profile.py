@@ -12,7 +12,12 @@ import pytest
 from machine_pace import allow
 from tightfit.core.errors import InvalidInputError
 from tightfit.core.objectives import ExampleKind
-from tightfit.data.profile import TOKENS_PER_MESSAGE, TOKENS_PER_ROW, profile_dataset
+from tightfit.data.profile import (
+    TOKENS_PER_MESSAGE,
+    TOKENS_PER_ROW,
+    profile_dataset,
+    profile_lengths,
+)
 from tightfit.data.readers import ReadProgress
 
 NEEDS = "un-skip with: pip install 'tightfit[data]'"
@@ -202,3 +207,36 @@ def test_ten_thousand_rows_in_a_moment_with_progress(tmp_path: Path) -> None:
     assert time.process_time() - started < allow(1.5)
     assert seen == sorted(seen)
     assert seen[-1] == profile.num_rows == 10_000
+
+
+@pytest.mark.parametrize("example", [ExampleKind.ANSWER, ExampleKind.PAIR])
+def test_other_lengths_are_profiled_as_if_each_had_been_asked_for(
+    tmp_path: Path, model_folder: Path, example: ExampleKind
+) -> None:
+    sizes = [(3, 4), (600, 100), (900, 300), (20, 3000), (2000, 10)] * 3
+    path = write_rows(tmp_path / "a.jsonl", sizes)
+    if example is ExampleKind.PAIR:
+        pairs = [
+            {"prompt": "a " * prompt, "chosen": "b " * answer, "rejected": "c " * (answer // 2)}
+            for prompt, answer in sizes
+        ]
+        path.write_text("\n".join(map(json.dumps, pairs)))
+    source, model = [path], str(model_folder)
+
+    asked, *others = profile_lengths(source, seq_len=700, model=model, example=example)
+
+    assert [one.seq_len for one in others] == [512, 1024, 2048, 4096]
+    for one in (asked, *others):
+        assert one == profile_dataset(source, seq_len=one.seq_len, model=model, example=example)
+    assert others[-1].num_truncated == others[-1].num_lost_tokens == 0 < others[0].num_truncated
+
+
+def test_lengths_of_plain_text_lose_nothing(tmp_path: Path, model_folder: Path) -> None:
+    (tmp_path / "a.txt").write_text("word " * 3000)
+    found = profile_lengths(tmp_path / "a.txt", seq_len=1024, model=str(model_folder))
+    assert len(found) > 2
+    for one in found:
+        assert one.num_lost_tokens == 0
+        assert one == profile_dataset(
+            tmp_path / "a.txt", seq_len=one.seq_len, model=str(model_folder)
+        )

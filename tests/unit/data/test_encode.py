@@ -20,6 +20,7 @@ from chat_models import byte_level, make_model, save_model
 
 from tightfit.core.errors import InvalidInputError, SetupError
 from tightfit.core.files import cache_folder
+from tightfit.core.objectives import Objective
 from tightfit.core.settings import TrainOn
 from tightfit.core.strategy import DataSource
 from tightfit.data import readers
@@ -501,3 +502,33 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "not/absolute")
     monkeypatch.setenv("HOME", "/home/u")
     assert cache_folder() == Path("/home/u/.cache/tightfit")
+
+
+@pytest.mark.parametrize("kind", ["answers", "all", "pairs", "encoder-decoder"])
+def test_what_other_lengths_cut_is_what_encoding_at_them_cuts(kind: str, tmp_path: Path) -> None:
+    is_seq2seq = kind == "encoder-decoder"
+    folder = make_model(tmp_path / "model", "chatml")
+    words = [(5, 5), (700, 40), (300, 900), (30, 2500), (1500, 3)]
+    answers = ("chosen", "rejected") if kind == "pairs" else ("completion",)
+    rows = [
+        {"prompt": f"{n} " + "x " * a} | {name: name[0] + " y" * b for name in answers}
+        for n, (a, b) in enumerate(words)
+    ]
+    path = write(tmp_path / "rows.jsonl", rows)
+    options: dict[str, Any] = {"is_encoder_decoder": is_seq2seq, "skip_invalid": True}
+    options |= {"train_on": TrainOn.ALL} if kind == "all" else {}
+    options |= {"objective": Objective.DPO} if kind == "pairs" else {}
+
+    report = encode(folder, path, seq_len=600, **options).report
+
+    assert report.cuts[-1].num_truncated == 0
+    assert report.whole_percentiles["p99"] == report.longest_row_tokens
+    for cut in report.cuts:
+        found = encode(folder, path, seq_len=cut.seq_len, **options).report
+        counts = {issue.kind: issue.num_rows for issue in found.findings}
+        without = counts.get("answer-cut-off", 0)
+        assert cut.num_without_answer == without
+        assert cut.num_truncated == counts.get("truncated", 0) + without
+        if not without:  # a row that is left out loses all of its tokens
+            assert cut.num_lost_tokens == found.num_lost_tokens
+    assert len({cut.num_truncated for cut in report.cuts}) > 2

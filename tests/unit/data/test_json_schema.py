@@ -12,8 +12,17 @@ import jsonschema
 import pytest
 
 from random_schemas import draw_schema, draw_text
-from tightfit.data.grammar import Grammar, GrammarError, read_grammar, write_gbnf, write_lark
-from tightfit.data.json_schema import compile_json_object, compile_pattern, compile_schema
+from tightfit.data.grammar import (
+    Chars,
+    Grammar,
+    GrammarError,
+    Node,
+    children,
+    read_grammar,
+    write_gbnf,
+    write_lark,
+)
+from tightfit.data.json_schema import SchemaCompiler, compile_schema, read_pattern
 
 REFUSAL_SECONDS = 5.0
 """On a busy core; most take a millisecond."""
@@ -58,9 +67,9 @@ def _alternatives(other: str) -> dict[str, Any]:
                             for key in "bc"
                         ]
                     }
-                    for n in range(40)
+                    for n in range(25)
                 }
-                | {"d40": {"type": "null"}},
+                | {"d25": {"type": "null"}},
                 "$ref": "#/$defs/d0",
             },
             "readings",
@@ -103,6 +112,34 @@ def _alternatives(other: str) -> dict[str, Any]:
             },
             "may overlap",
         ),
+        *(
+            (
+                {
+                    "$defs": {
+                        **{f"d{n}": make(f"#/$defs/d{n + 1}") for n in range(500)},
+                        "d500": {"type": "null"},
+                    },
+                    "$ref": "#/$defs/d0",
+                },
+                "nested more than",
+            )
+            for make in (
+                lambda name: {"$ref": name},
+                lambda name: {"type": "array", "items": {"$ref": name}},
+                lambda name: {"type": "object", "properties": {"a": {"$ref": name}}},
+            )
+        ),
+        ({"$ref": "#/$defs/" + "1" * 5000, "$defs": [1]}, "not in the schema"),
+        (
+            {
+                "oneOf": [
+                    {"type": "object", "properties": {key: {"const": 1}}, "required": [key, {}]}
+                    for key in "ab"
+                ]
+            },
+            "may overlap",
+        ),
+        ({"type": "string", "pattern": r"[\0]"}, "no character"),
         (False, "allows nothing"),
         (7, "no schema"),
         ({"type": "colour"}, "no type"),
@@ -114,6 +151,37 @@ def test_what_cannot_be_promised_is_refused_soon(schema: Any, why: str) -> None:
     with pytest.raises(GrammarError, match=why):
         compile_schema(schema)
     assert time.process_time() - began_s < REFUSAL_SECONDS
+
+
+def test_many_alternatives_and_schemas_take_little_time() -> None:
+    """Each pair of alternatives was compared; what was too large was first written out in full."""
+    alternatives = [
+        {"type": "object", "properties": {"k": {"const": n}}, "required": ["k"]} for n in range(400)
+    ]
+    began_s = time.process_time()
+    compile_schema({"oneOf": alternatives})
+    compiler = SchemaCompiler()
+    with pytest.raises(GrammarError, match="more than 50,000 parts"):
+        compiler.add({"type": "object", "required": [str(n) for n in range(9000)]})
+    assert time.process_time() - began_s < 4 * REFUSAL_SECONDS
+
+
+def test_no_grammar_holds_the_character_that_ends_a_text() -> None:
+    for pattern in (r"[\0-\x05]", "[^a]", ".", r"\W"):
+        ranges = [one.ranges for one in _chars_of(_compile_pattern(pattern).rules["root"])]
+        assert ranges
+        assert all(low > 0 for (low, _), *_ in ranges)
+    with pytest.raises(GrammarError, match="number zero"):
+        _compile_pattern(r"a\0b")
+
+
+def _compile_pattern(pattern: str) -> Grammar:
+    return SchemaCompiler().finish(read_pattern(pattern))
+
+
+def _chars_of(node: Node) -> list[Chars]:
+    below = [one for child in children(node) for one in _chars_of(child)]
+    return [node, *below] if isinstance(node, Chars) else below
 
 
 def test_alternatives_that_can_be_told_apart_may_contain_themselves() -> None:
@@ -149,7 +217,7 @@ def test_every_text_of_a_grammar_is_valid() -> None:
             check.validate(json.loads(text))
             num_texts += 1
     assert num_texts == 600
-    assert isinstance(json.loads(_derive(compile_json_object(), drawn)), dict)
+    assert isinstance(json.loads(_derive(compile_schema({"type": "object"}), drawn)), dict)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +235,7 @@ def test_every_text_of_a_pattern_matches_it(pattern: str) -> None:
     drawn = random.Random(3)
     expected = re.compile(pattern.replace("(?<", "(?P<"))
     for _ in range(30):
-        assert expected.fullmatch(_derive(compile_pattern(pattern), drawn))
+        assert expected.fullmatch(_derive(_compile_pattern(pattern), drawn))
 
 
 def test_both_notations_are_those_that_the_engines_read() -> None:

@@ -128,13 +128,70 @@ def test_pairs_have_the_rewards_of_training(
     assert ("base" in margin) is (objective is ObjectiveKind.SIMPO)
 
 
-def test_what_is_no_pair_and_metrics_that_pairs_have_not(run: RunFolder, tmp_path: Path) -> None:
+def test_labelled_answers_have_the_rewards_of_training(run: RunFolder, tmp_path: Path) -> None:
+    """As KTO reports them; the ROC area is that of every good answer beside every bad one."""
+    labelled = tmp_path / "labelled.jsonl"
+    words = ("name", "age", "no pets", "where", "1", "no")
+    rows = [
+        {"prompt": f"pet {n}?", "completion": word, "label": n in (0, 1, 4)}
+        for n, word in enumerate(words)
+    ]
+    labelled.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    asked = EvaluateRequest(target=str(run.path), data=str(labelled))
+    assert "exact" in {metric.name for metric in evaluate_model(asked).metrics}  # of an SFT run
+    plan = run.read_plan()
+    assert plan.training is not None
+    strategy = plan.strategy.model_copy(update={"objective": ObjectiveKind.KTO})
+    run.write_plan(plan.model_copy(update={"strategy": strategy}))
+    scores = evaluate_model(asked)
+
+    found = {metric.name: metric.scores for metric in scores.metrics}
+    assert list(found) == ["reward_ranking", "reward_good", "reward_bad", "chosen_loss"]
+    store = encode_dataset(
+        EncodeRequest(
+            sources=[DataSource(path=str(labelled))],
+            model_folder=Path(plan.training.model_path),
+            seq_len=96,
+            objective=ObjectiveKind.KTO,
+        )
+    ).train
+    auto: Any = AutoModelForCausalLM
+    model: Any = PeftModel.from_pretrained(
+        auto.from_pretrained(plan.training.model_path), run.adapter_path
+    ).eval()
+
+    def log_prob(row: int) -> float:
+        tokens = torch.tensor(store.row(row).tokens, dtype=torch.long)
+        at = torch.tensor(store.row(row).trained)[1:].nonzero()[:, 0]
+        with torch.no_grad():
+            scored = model(input_ids=tokens[None]).logits[0].log_softmax(-1)
+        return float(scored[at, tokens[at + 1]].sum())
+
+    tuned = [log_prob(row) for row in range(len(words))]
+    with model.disable_adapter():
+        base = [log_prob(row) for row in range(len(words))]
+    beta = ObjectiveKind.KTO.record.beta or 0.0
+    rewards = [beta * (own - other) for own, other in zip(tuned, base, strict=True)]
+    good, bad = [rewards[n] for n in (0, 1, 4)], [rewards[n] for n in (2, 3, 5)]
+    area = sum(one > other for one in good for other in bad) / 9
+    assert found["reward_ranking"]["tuned"].value == pytest.approx(area)
+    assert found["reward_good"]["tuned"].value == pytest.approx(sum(good) / 3, abs=1e-4)
+    assert found["reward_bad"]["tuned"].value == pytest.approx(sum(bad) / 3, abs=1e-4)
+    tokens = sum(int(store.row(n).trained.sum()) for n in (0, 1, 4))
+    losses = {"base": base, "tuned": tuned}
+    for name, own in losses.items():
+        expected = -sum(own[n] for n in (0, 1, 4)) / tokens
+        assert found["chosen_loss"][name].value == pytest.approx(expected, abs=1e-4)
+
+
+def test_what_is_no_preference_and_metrics_that_it_has_not(run: RunFolder, tmp_path: Path) -> None:
     """The remedy is none of training's options."""
-    pairs, labelled = write_pairs(tmp_path), tmp_path / "labelled.jsonl"
-    labelled.write_text(json.dumps({"prompt": "a", "completion": "b", "label": True}) + "\n")
+    pairs, plain = write_pairs(tmp_path), tmp_path / "plain.jsonl"
+    plain.write_text(json.dumps({"prompt": "a", "completion": "b"}) + "\n")
     for data, metrics, message in (
-        (pairs, ("loss",), "line 1 holds a pair of answers, which loss does not score"),
-        (labelled, ("preference",), "line 1 holds no pair"),
+        (pairs, ("loss",), "line 1 holds pairs .*, which loss does not score"),
+        (plain, ("preference",), "line 1 holds neither a pair"),
     ):
         with pytest.raises(InvalidInputError, match=message) as caught:
             evaluate_model(EvaluateRequest(target=str(run.path), data=str(data), metrics=metrics))

@@ -12,7 +12,17 @@ from pathlib import Path
 import pytest
 
 from tightfit.core.errors import InvalidInputError
-from tightfit.evaluation.sql import QueryError, QueryLimits, Sandbox, open_sandbox, run_query
+from tightfit.evaluation.sql import (
+    Literals,
+    QueryError,
+    QueryLimits,
+    Sandbox,
+    extract_query,
+    find_tables,
+    open_sandbox,
+    open_synthetic,
+    run_query,
+)
 
 LIMITS = QueryLimits(seconds=0.5, num_rows=100)
 ATTACKS = (
@@ -59,6 +69,14 @@ BOMBS = (
     "SELECT length(\"printf\"('%.' || 900000000 || 'c', 'x'))",
     "SELECT length(format/**/('%*d', 900000000, 1)) || printf('%d', 1)",
     "SELECT " + "(" * 5000 + "1" + ")" * 5000,
+    "SELECT zeroblob(1000000) FROM many",  # within every limit of SQLite's, but not together
+)
+BUILDING_BOMBS = (
+    "CREATE TABLE t AS SELECT * FROM (SELECT 1 FROM "
+    + ", ".join(f"(VALUES {', '.join(f'({i})' for i in range(99))}) a{n}" for n in range(6))
+    + ")",
+    "CREATE TABLE t (a TEXT, b TEXT AS (printf('%900000000d', 1)) STORED)",
+    "CREATE TABLE t (a TEXT, b TEXT AS (hex(zeroblob(900000000))))",
 )
 
 
@@ -123,6 +141,35 @@ def test_a_bomb_ends_in_time(sandbox: Sandbox, query: str) -> None:
         run_query(sandbox, query, LIMITS)
 
     assert time.process_time() - started < 10 * LIMITS.seconds
+
+
+@pytest.mark.parametrize("table", BUILDING_BOMBS)
+def test_tables_of_a_prompt_are_built_within_limits(
+    table: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tightfit.evaluation.sql.BUILDING_SECONDS", 0.5)
+    began = time.process_time()
+
+    (found,) = find_tables(f"Given {table}; how many?")
+    with (
+        pytest.raises(QueryError, match="the schema"),
+        open_synthetic([found], Literals((), ()), seed=0),
+    ):
+        pass
+
+    assert time.process_time() - began < 5
+
+
+@pytest.mark.parametrize(
+    "piece", ["/*", "[", "CREATE TABLE a (", "CREATE TABLE ", "'\"", "WITH a("]
+)
+def test_texts_that_are_left_open_take_linear_time(piece: str) -> None:
+    began = time.process_time()
+
+    find_tables(piece * 50_000)
+    extract_query("SELECT " + piece * 50_000)
+
+    assert time.process_time() - began < 5
 
 
 def test_too_many_rows_are_an_error(sandbox: Sandbox) -> None:

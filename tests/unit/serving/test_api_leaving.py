@@ -6,11 +6,13 @@ import json
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 
 from api_client import Served, read_events, serving, wait_until
 from scripted_engine import ScriptedEngine
+from tightfit.serving.http.limits import MAX_SIDE_JOBS
 from tightfit.serving.http.registry import ServerPhase
 
 LONG = 100_000
@@ -62,6 +64,33 @@ def test_a_client_that_leaves_before_a_whole_answer_frees_its_slot() -> None:
         # None, or a few where the machine pauses between the ends of the first and the second.
         assert engine.tickets[1].num_computed < 10
         wait_until(lambda: 'code="499"} 1\n' in served.http.get("/metrics").text)
+
+
+def test_requests_for_tokens_have_a_limit_of_their_own_and_delay_no_answer() -> None:
+    engine, goes_on = _engine(token_seconds=0), threading.Event()
+
+    def continue_text(text: str, *, begins: bool = True) -> tuple[int, ...]:
+        del begins
+        goes_on.wait(60)
+        return tuple(map(ord, text))
+
+    engine.prompter.continue_text = continue_text
+    body = {"prompt": "abc"}
+    with serving(engine) as served, ThreadPoolExecutor(MAX_SIDE_JOBS) as pool:
+        model = served.server.registry.models[0]
+        waiting = [
+            pool.submit(served.http.post, "/tokenize", json=body) for _ in range(MAX_SIDE_JOBS)
+        ]
+        wait_until(lambda: model.num_side == MAX_SIDE_JOBS)
+        refused = served.http.post("/v1/messages/count_tokens", json={
+            "messages": [{"role": "user", "content": "abc"}]})  # fmt: skip
+        answered = served.chat("abc", max_tokens=1)
+        goes_on.set()
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "queue_full")
+        assert answered.status_code == 200
+        assert [one.result().json()["count"] for one in waiting] == [3] * MAX_SIDE_JOBS
+        wait_until(lambda: model.num_side == 0)
+        assert served.http.post("/tokenize", json=body).status_code == 200
 
 
 def test_a_slow_reader_costs_his_answer_and_no_more() -> None:

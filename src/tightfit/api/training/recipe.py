@@ -102,7 +102,7 @@ def read_new_tokens(fixed: dict[str, Any]) -> NewTokens:
     return NewTokens(*(fixed.get(name, ()) for name in NEW_TOKENS))
 
 
-_PROFILES: dict[Any, DataProfile] = {}
+_PROFILES: dict[Any, tuple[DataProfile, ...]] = {}
 """Of this process: a page that plans while one types asks for the same one again and again."""
 MOST_PROFILES = 16
 
@@ -116,7 +116,21 @@ def profile_sources(
     progress: Progress | None = None,
 ) -> DataProfile:
     """The data's length distribution, from its files."""
-    from tightfit.data.profile import profile_dataset
+    return profile_source_lengths(
+        sources, seq_len=seq_len, model=model, example=example, progress=progress
+    )[0]
+
+
+def profile_source_lengths(
+    sources: tuple[DataSource, ...],
+    *,
+    seq_len: int,
+    model: str,
+    example: ExampleKind = ExampleKind.ANSWER,
+    progress: Progress | None = None,
+) -> tuple[DataProfile, ...]:
+    """The same at other lengths too, behind the one asked for."""
+    from tightfit.data.profile import profile_lengths
     from tightfit.data.sources import open_source
 
     stats = [path.stat() for source in sources for path in open_source(source).inputs]
@@ -124,12 +138,12 @@ def profile_sources(
     key = (sources, seq_len, model, example, changes)
     if key not in _PROFILES:
         reading = report_reading(progress, "reading data")
-        profile = profile_dataset(
+        profiles = profile_lengths(
             sources, seq_len=seq_len, model=model, example=example, progress=reading
         )
         while len(_PROFILES) >= MOST_PROFILES:
             del _PROFILES[next(iter(_PROFILES))]
-        _PROFILES[key] = profile
+        _PROFILES[key] = profiles
     return _PROFILES[key]
 
 

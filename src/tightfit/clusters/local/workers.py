@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from tightfit.clusters.nodes import Rendezvous
-from tightfit.core.child_process import follow_bound_parent
+from tightfit.core.child_process import end_with_parent
 from tightfit.core.errors import EXIT_REQUEUE, SetupError, UsageError, UserError
 from tightfit.core.import_path import module_words
 from tightfit.core.strategy import MEMORY_VARIABLE
@@ -221,7 +221,9 @@ MAX_USER_CODE = 7
 
 def main(worker: str, run: str) -> int:
     """Run the worker module's `main` in this process and translate how it ends."""
-    follow_bound_parent()
+    # Without torchrun nobody starts a lost rank again, nor reports how this one ends: what went on
+    # would only be in the way of the next start.
+    end_with_parent(os.getppid())
     is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     if is_restart and _is_final(RunFolder(path=Path(run))):
         return 0

@@ -14,6 +14,7 @@ from tightfit.engines.protocol import (
     Listener,
     Request,
     Ticket,
+    check_tokens,
     choose_context,
 )
 from tightfit.engines.transformers.batch import ContinuousBatcher, RunningAnswer, free_memory
@@ -245,6 +246,7 @@ class TransformersEngine(BaseEngine):
                 remedy="compare its answers instead: tightfit eval",
             )
         wanted = list(tokens)
+        check_tokens(wanted, self.num_vocabulary)
         return self.call(lambda model: compute_logits(model, wanted))
 
     def call(self, function: Callable[[Any], _Result]) -> _Result:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from fastapi import Response
 from pydantic import BaseModel
@@ -64,6 +66,7 @@ _SEED_BITS = 0x7FFF_FFFF
 """llama.cpp's seeds are 32 bits wide and the largest means `any`."""
 
 
+_Result = TypeVar("_Result")
 Body = ChatRequest | CompletionRequest
 MakeWriter = Callable[[ServedModel, Body, PreparedRequest], AnswerWriter]
 
@@ -89,7 +92,7 @@ async def answer(
             param="n",
         )
     try:
-        job, prepared = await _begin(model, body, num_answers, receive)
+        job, prepared = await _begin(model, body, num_answers, receive, timeout_seconds)
     except ClientGoneError:
         return Response(status_code=CLIENT_GONE)
     parts = _AnswerParts(model, body)
@@ -110,26 +113,21 @@ async def answer(
 
 
 async def _begin(
-    model: ServedModel, body: Body, num_answers: int, receive: Receive
+    model: ServedModel, body: Body, num_answers: int, receive: Receive, timeout_seconds: float
 ) -> tuple[EngineJob, PreparedRequest]:
     """Hand the request to the engine, once there is room in the queue."""
     loop = asyncio.get_running_loop()
     model.admit(num_answers)
-    preparing = loop.run_in_executor(model.encoder, prepare_request, model, body)
-    leaving = asyncio.create_task(_wait_for_leaving(receive))
     try:
-        await asyncio.wait((preparing, leaving), return_when=asyncio.FIRST_COMPLETED)
-        if not preparing.done():  # nobody waits for the answer: others' prompts are next
-            raise ClientGoneError
-        prepared = preparing.result()
+        preparing = loop.run_in_executor(model.encoder, prepare_request, model, body)
+        prepared = await _wait_beside_client(preparing, receive, timeout_seconds=timeout_seconds)
+        if isinstance(body, CompletionRequest) and body.echo and body.logprobs is not None:
+            prepared = await _score_echoed(model, body, prepared, receive, timeout_seconds)
     except BaseException as error:
         model.num_owed -= num_answers
         if isinstance(error, Exception) and not isinstance(error, ClientGoneError):
             raise to_api_error(error) from error
         raise
-    finally:
-        leaving.cancel()
-        preparing.cancel()
     job = model.start(prepared.requests)
     try:
         # Shielded, for a job that was started gives its places back only through the engine.
@@ -180,27 +178,46 @@ def prepare_request(model: ServedModel, body: Body) -> PreparedRequest:
         ]
     echoed = []
     if isinstance(body, CompletionRequest) and body.echo:
-        given = zip(body.prompts, prompts, strict=True)
-        echoed = [_echo(model, body, text, tokens) for text, tokens in given]
+        decode = prompter.tokenizer.decode
+        echoed = [
+            EchoedPrompt(text=one if isinstance(one, str) else decode(one)) for one in body.prompts
+        ]
+        most = MAX_ECHO_LOGITS // max(1, model.engine.num_vocabulary)
+        num_tokens = sum(map(len, prompts))
+        if body.logprobs is not None and num_tokens > most:
+            raise ApiError(
+                400,
+                f"The prompts have {num_tokens:,} tokens; log-probabilities are sent back with "
+                f"`echo` for at most {most:,} of this model in one request.",
+                param="echo",
+            )
     return PreparedRequest(requests=requests, echoed=echoed)
 
 
-def _echo(
-    model: ServedModel, body: CompletionRequest, given: str | tuple[int, ...], tokens: Sequence[int]
-) -> EchoedPrompt:
-    engine = model.engine
-    text = given if isinstance(given, str) else engine.prompter.tokenizer.decode(given)
-    if body.logprobs is None:
-        return EchoedPrompt(text=text)
-    most = MAX_ECHO_LOGITS // max(1, engine.num_vocabulary)
-    if len(tokens) > most:
-        raise ApiError(
-            400,
-            f"The prompt has {len(tokens):,} tokens; log-probabilities are sent back with `echo` "
-            f"for at most {most:,} of this model.",
-            param="echo",
-        )
-    return EchoedPrompt(text=text, logprobs=score_prompt(engine, tokens, count=body.logprobs))
+async def _score_echoed(
+    model: ServedModel,
+    body: CompletionRequest,
+    prepared: PreparedRequest,
+    receive: Receive,
+    timeout_seconds: float,
+) -> PreparedRequest:
+    """With the log-probabilities of the prompts' tokens."""
+    has_left = threading.Event()
+    prompts = [request.prompt for request in prepared.requests[:: body.n or 1]]
+
+    def score() -> list[EchoedPrompt]:
+        return [
+            replace(one, logprobs=score_prompt(model.engine, tokens, count=body.logprobs or 0))
+            for one, tokens in zip(prepared.echoed, prompts, strict=True)
+            if not has_left.is_set()
+        ]
+
+    try:
+        scoring = model.compute_aside(score)
+        echoed = await _wait_beside_client(scoring, receive, timeout_seconds=timeout_seconds)
+    finally:
+        has_left.set()
+    return replace(prepared, echoed=echoed)
 
 
 def encode_chat(model: ServedModel, body: ChatRequest) -> tuple[int, ...]:
@@ -304,11 +321,20 @@ def _sampling(body: AnswerRequest, max_new_tokens: int, index: int) -> Sampling:
     )
 
 
-async def compute(model: ServedModel, work: Callable[[], BaseModel]) -> Response:
-    """The result of a short piece of work, done where prompts are made."""
-    loop = asyncio.get_running_loop()
+async def compute(
+    model: ServedModel,
+    work: Callable[[], BaseModel],
+    receive: Receive,
+    *,
+    timeout_seconds: float,
+) -> Response:
+    """The result of a short piece of work, done beside the answers' prompts."""
     try:
-        made = await loop.run_in_executor(model.encoder, work)
+        made = await _wait_beside_client(
+            model.compute_aside(work), receive, timeout_seconds=timeout_seconds
+        )
+    except ClientGoneError:
+        return Response(status_code=CLIENT_GONE)
     except Exception as error:
         raise to_api_error(error) from error
     return Response(made.model_dump_json(exclude_none=True), media_type="application/json")
@@ -335,6 +361,27 @@ def tokenize_text(model: ServedModel, body: TokenizeRequest) -> TokenizeAnswer:
     )
 
 
+async def _wait_beside_client(
+    work: asyncio.Future[_Result], receive: Receive, *, timeout_seconds: float
+) -> _Result:
+    """The work's result. Where nobody waits for it any longer, what is not begun is dropped."""
+    leaving = asyncio.create_task(_wait_for_leaving(receive))
+    try:
+        await asyncio.wait(
+            (work, leaving), timeout=timeout_seconds, return_when=asyncio.FIRST_COMPLETED
+        )
+        if work.done():
+            return work.result()
+        raise ClientGoneError() if leaving.done() else _too_slow(timeout_seconds)
+    finally:
+        leaving.cancel()
+        work.cancel()
+
+
+def _too_slow(seconds: float) -> ApiError:
+    return ApiError(504, f"The answer took longer than {seconds:g} seconds.", code="timeout")
+
+
 async def _wait_for_leaving(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -350,10 +397,9 @@ async def _watched(
         await _wait_for_leaving(receive)
         job.stop(ClientGoneError())
 
-    too_slow = ApiError(
-        504, f"The answer took longer than {timeout_seconds:g} seconds.", code="timeout"
+    timer = asyncio.get_running_loop().call_later(
+        timeout_seconds, job.stop, _too_slow(timeout_seconds)
     )
-    timer = asyncio.get_running_loop().call_later(timeout_seconds, job.stop, too_slow)
     watcher = asyncio.create_task(wait_for_end())
     try:
         yield

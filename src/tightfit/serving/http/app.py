@@ -412,10 +412,15 @@ def _add_answers(app: FastAPI, registry: ModelRegistry, timeout_seconds: float) 
         responses={200: {"model": TokenCount}, **ANSWERING_ERRORS},
         response_class=Response,
     )
-    async def count_message_tokens(body: CountRequest) -> Response:
+    async def count_message_tokens(body: CountRequest, request: Request) -> Response:
         model = registry.find(body.model)
         chat = convert(body.as_chat)
-        return await compute(model, lambda: TokenCount(input_tokens=len(encode_chat(model, chat))))
+        return await compute(
+            model,
+            lambda: TokenCount(input_tokens=len(encode_chat(model, chat))),
+            request.receive,
+            timeout_seconds=timeout_seconds,
+        )
 
     @app.post(
         "/tokenize",
@@ -424,9 +429,14 @@ def _add_answers(app: FastAPI, registry: ModelRegistry, timeout_seconds: float) 
         responses={200: {"model": TokenizeAnswer}, **ANSWERING_ERRORS},
         response_class=Response,
     )
-    async def tokenize(body: TokenizeRequest) -> Response:
+    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         model = registry.find(body.model)
-        return await compute(model, lambda: tokenize_text(model, body))
+        return await compute(
+            model,
+            lambda: tokenize_text(model, body),
+            request.receive,
+            timeout_seconds=timeout_seconds,
+        )
 
     @app.post(
         "/detokenize",
@@ -435,10 +445,15 @@ def _add_answers(app: FastAPI, registry: ModelRegistry, timeout_seconds: float) 
         responses={200: {"model": DetokenizeAnswer}, **ANSWERING_ERRORS},
         response_class=Response,
     )
-    async def detokenize(body: DetokenizeRequest) -> Response:
+    async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         model = registry.find(body.model)
         tokenizer = model.engine.prompter.tokenizer
-        return await compute(model, lambda: DetokenizeAnswer(prompt=tokenizer.decode(body.tokens)))
+        return await compute(
+            model,
+            lambda: DetokenizeAnswer(prompt=tokenizer.decode(body.tokens)),
+            request.receive,
+            timeout_seconds=timeout_seconds,
+        )
 
 
 def _add_state(app: FastAPI, registry: ModelRegistry) -> None:

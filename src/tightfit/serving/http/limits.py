@@ -42,7 +42,11 @@ MAX_TOP_LOGPROBS = 20
 MAX_PARALLEL_CALLS = 16
 """In one answer, where calls are required."""
 MAX_ECHO_LOGITS = 2**28
-"""Tokens of a prompt times vocabulary, where `echo` asks for log-probabilities: 1 GiB in fp32."""
+"""Tokens of all prompts times vocabulary, where `echo` asks for log-probabilities: 1 GiB in fp32.
+"""
+MAX_SIDE_JOBS = 16
+"""Requests of each model that wait for something else than an answer (tokens, a prompt's
+log-probabilities); more get 503."""
 BACKLOG = 128
 """Connections that the system accepts before the server has looked at them."""
 SPARE_FILES = 256 + BACKLOG

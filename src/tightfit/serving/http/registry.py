@@ -7,15 +7,19 @@ import contextlib
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from enum import Enum
 from functools import partial
+from typing import TypeVar
 
 import psutil
 
 from tightfit.engines.protocol import Delta, Done, Engine, Event, Failed, Request, Ticket
+from tightfit.serving.http.limits import MAX_SIDE_JOBS
 from tightfit.serving.http.metrics import Metrics
 from tightfit.serving.http.schemas import ApiError, unknown_model
+
+_Result = TypeVar("_Result")
 
 
 class ClientGoneError(Exception):
@@ -150,6 +154,10 @@ class ServedModel:
         """Answers submitted to the engine, or about to be, that have not ended."""
         self.encoder = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tightfit-prompts")
         """Where templates and tokenizers run, so that a long prompt holds up no other stream."""
+        self._side = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tightfit-side")
+        """For what is no answer's prompt, so that it holds up none."""
+        self.num_side = 0
+        """Pieces of such work that have not ended."""
         self._capacity = engine.info.num_slots + max_queue
         self._metrics = metrics
 
@@ -176,6 +184,37 @@ class ServedModel:
                 headers={"Retry-After": str(RETRY_SECONDS)},
             )
         self.num_owed += num_answers
+
+    def compute_aside(self, work: Callable[[], _Result]) -> asyncio.Future[_Result]:
+        """The result of work that belongs to no answer's prompt, or raise 503.
+
+        A place is given back when the work ends or is dropped: cancelling does not end what runs.
+        """
+        if self.num_side >= MAX_SIDE_JOBS:
+            raise ApiError(
+                503,
+                f"{self.num_side} requests for tokens or log-probabilities wait. Try again later.",
+                code="queue_full",
+                headers={"Retry-After": str(RETRY_SECONDS)},
+            )
+        loop = asyncio.get_running_loop()
+
+        def give_back() -> None:
+            self.num_side -= 1
+
+        def on_end(_: Future[_Result]) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended
+                loop.call_soon_threadsafe(give_back)
+
+        future = self._side.submit(work)
+        self.num_side += 1
+        future.add_done_callback(on_end)
+        return asyncio.wrap_future(future)
+
+    def close(self) -> None:
+        """Begin nothing more."""
+        for executor in (self.encoder, self._side):
+            executor.shutdown(wait=False, cancel_futures=True)
 
     def start(self, requests: Sequence[Request]) -> EngineJob:
         """A job for requests that were admitted; its places come back as the engine ends them."""

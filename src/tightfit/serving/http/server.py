@@ -127,7 +127,7 @@ class ApiServer:
         finally:
             self.bound.socket.close()
             for model in self.registry.models:
-                model.encoder.shutdown(wait=False, cancel_futures=True)
+                model.close()
             for engine in dict.fromkeys(self._engines):
                 engine.close()
         if self._error is not None:
