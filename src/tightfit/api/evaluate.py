@@ -139,15 +139,15 @@ class EvalOptions:
 
 
 @accepts_keywords(EvalOptions)
-def evaluate(options: EvalOptions) -> Scores | SuiteScores:
-    """Score the model, and its base and the artefacts of `beside` where asked.
-
-    On a data file, or with `suite` on tasks of lm-eval.
-    """
+def evaluate(options: EvalOptions) -> Scores:
+    """Score the model, and its base and the artefacts of `beside` where asked."""
     if options.suite:
-        return _evaluate_suite(options, tuple(dict.fromkeys(options.suite)))
+        raise UsageError(
+            "`evaluate` scores on a data file, not on tasks.", remedy="tightfit.evaluate_suite"
+        )
+    given = {name: getattr(options, name) for name in SUITE_ONLY}
     stated = next(
-        (name for name in SUITE_ONLY if getattr(options, name) not in (None, False)), None
+        (name for name, one in given.items() if one is not None and one is not False), None
     )
     if stated is not None:
         raise UsageError(
@@ -196,7 +196,11 @@ SUITE_ONLY = (
 DATA_ONLY = ("data", "tools", "metrics", "databases", "max_new_tokens")
 
 
-def _evaluate_suite(options: EvalOptions, tasks: tuple[str, ...]) -> SuiteScores:
+@accepts_keywords(EvalOptions)
+def evaluate_suite(options: EvalOptions) -> SuiteScores:
+    """Score the model, and its base and the artefacts of `beside`, on tasks of lm-eval."""
+    if not options.suite:
+        raise UsageError("No task was named.", remedy="--suite TASK")
     stated = next((name for name in DATA_ONLY if getattr(options, name) is not None), None)
     if stated is not None:
         option = "metric" if stated == "metrics" else stated.replace("_", "-")
@@ -213,12 +217,12 @@ def _evaluate_suite(options: EvalOptions, tasks: tuple[str, ...]) -> SuiteScores
     require_packages(
         "Evaluation on tasks", "torch", "transformers", "peft", "lm_eval", extra="eval"
     )
-    from tightfit.evaluation.suite import SuiteRequest, evaluate_suite
+    from tightfit.evaluation.suite import SuiteRequest, score_tasks
 
-    return evaluate_suite(
+    return score_tasks(
         SuiteRequest(
             target=options.target,
-            tasks=tasks,
+            tasks=tuple(dict.fromkeys(options.suite)),
             data=options.suite_data.expanduser(),
             own_tasks=None if options.suite_tasks is None else options.suite_tasks.expanduser(),
             allows_code=options.suite_code,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tightfit.api.evaluate import EvalOptions, evaluate
+from tightfit.api.evaluate import EvalOptions, evaluate, evaluate_suite
 from tightfit.api.options.common import Output
 from tightfit.cli.terminal.output import announce, progress_bar, supports_unicode
 from tightfit.cli.terminal.screen import (
@@ -35,16 +35,22 @@ MAX_ACROSS = 3
 
 def eval(options: EvalOptions, output: Output) -> None:
     """Score, save and show."""
+    if options.suite:
+        _eval_suite(options, output)
+        return
     with progress_bar() as report:
         scores = evaluate(replace(options, progress=report))
-    if not isinstance(scores, Scores):
-        show_output(scores, _render_suite(scores), as_json=output.as_json)
-        if scores.path is not None:
-            announce(Path(scores.path))
-        return
     show_output(scores, _render(scores), as_json=output.as_json)
     if scores.answers_path is not None:
         announce(Path(scores.answers_path))
+
+
+def _eval_suite(options: EvalOptions, output: Output) -> None:
+    with progress_bar() as report:
+        scores = evaluate_suite(replace(options, progress=report))
+    show_output(scores, _render_suite(scores), as_json=output.as_json)
+    if scores.path is not None:
+        announce(Path(scores.path))
 
 
 def _render(scores: Scores) -> Iterator[RenderableType]:

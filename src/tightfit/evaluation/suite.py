@@ -24,7 +24,13 @@ from tightfit.core.progress import Progress
 from tightfit.engines.open import EngineRequest, open_engine
 from tightfit.evaluation.scored_models import find_eval_target
 from tightfit.evaluation.scores import BASE, ensure_writable, estimate_difference
-from tightfit.evaluation.suite_tasks import TaskData, find_data, find_tasks, offline, open_task
+from tightfit.evaluation.suite_tasks import (
+    TaskData,
+    contained,
+    find_data,
+    find_tasks,
+    open_task,
+)
 from tightfit.runtime.libraries import silence_libraries
 
 if TYPE_CHECKING:
@@ -127,7 +133,7 @@ class _TaskRows(Frozen):
     """Where the task asks for any."""
 
 
-def evaluate_suite(request: SuiteRequest) -> SuiteScores:
+def score_tasks(request: SuiteRequest) -> SuiteScores:
     """Score every model on every task. Names, data and files are checked before a model loads."""
     started = time.monotonic()
     if not request.data.is_dir():
@@ -144,7 +150,7 @@ def evaluate_suite(request: SuiteRequest) -> SuiteScores:
     shots = {task.name: _count_fewshot(task.settings, request.num_fewshot) for task in files}
     found = [find_data(task, request.data, shots[task.name]) for task in files]
     silence_libraries()
-    with offline():
+    with contained():
         import logging
 
         import lm_eval
@@ -288,7 +294,6 @@ def _read_rows(path: Path | None, key: str) -> _TaskRows | None:
 def _run_task(
     request: SuiteRequest, data: TaskData, engine: Engine, key: str, column: str, num_fewshot: int
 ) -> _TaskRows:
-    import lm_eval.api.task
     import numpy as np
     from jinja2 import TemplateError
     from lm_eval.evaluator import evaluate
@@ -311,8 +316,6 @@ def _run_task(
         engine,
         None if report is None else lambda done, total: report(f"{column}: {name}", done, total),
     )
-    # Its own bars would be drawn across ours.
-    lm_eval.api.task.tqdm = lambda rows, *_, **__: rows
     random.seed(0)
     np.random.seed(1234)
     try:

@@ -56,6 +56,26 @@ def offline() -> Iterator[None]:
                 os.environ[name] = stated
 
 
+@contextmanager
+def contained() -> Iterator[None]:
+    """lm-eval offline, its templates without Python, its bars not drawn across ours."""
+    with offline():
+        import lm_eval.api.task
+        import lm_eval.utils
+        from jinja2.sandbox import SandboxedEnvironment
+
+        plain, tqdm = lm_eval.utils.env, lm_eval.api.task.tqdm
+        # Templates of a user's YAML file are text, not code.
+        sandbox = SandboxedEnvironment(undefined=plain.undefined, keep_trailing_newline=True)
+        sandbox.filters["regex_replace"] = plain.filters["regex_replace"]
+        lm_eval.utils.env = sandbox
+        lm_eval.api.task.tqdm = lambda rows, *_, **__: rows
+        try:
+            yield
+        finally:
+            lm_eval.utils.env, lm_eval.api.task.tqdm = plain, tqdm
+
+
 # A task's YAML file, read without running what it names.
 
 
@@ -267,12 +287,11 @@ def _split_files(folder: Path, split: str) -> list[Path]:
 def _list_places(task: TaskFile, data: Path) -> list[Path]:
     """Folders in which the splits of a task may be, the best first."""
     stated, subset = str(task.settings.get("dataset_path") or ""), task.settings.get("dataset_name")
-    names = [task.name]
+    names = []
     if stated and not Path(stated).is_absolute() and ".." not in Path(stated).parts:
-        names += [stated, stated.replace("/", "__"), stated.rpartition("/")[2]]
-    roots = [data / name for name in dict.fromkeys(names)]
-    with_subset = [root / str(subset) for root in roots[1:]] if subset else []
-    return [roots[0], *with_subset, *([] if subset else roots[1:])]
+        names = [stated, stated.replace("/", "__"), stated.rpartition("/")[2]]
+    folders = [data / name / str(subset) if subset else data / name for name in names]
+    return list(dict.fromkeys([data / task.name, *folders]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -341,10 +360,8 @@ def list_fields(settings: Mapping[str, Any]) -> list[str]:
 
 
 def open_task(data: TaskData, num_fewshot: int) -> Any:
-    """lm-eval's task with these rows. Nothing is downloaded, nor copied into a cache."""
+    """lm-eval's task with these rows, while `contained`. Nothing is downloaded."""
     import datasets
-    import lm_eval.utils
-    from jinja2.sandbox import SandboxedEnvironment
     from lm_eval.api.registry import METRIC_REGISTRY
     from lm_eval.api.task import ConfigurableTask
     from lm_eval.tasks._yaml_loader import load_yaml
@@ -372,13 +389,6 @@ def open_task(data: TaskData, num_fewshot: int) -> Any:
                 f"The task {task.name} takes its metric {name!r} from the network.",
                 remedy="choose a task with metrics of lm-eval's own",
             )
-    # Templates of a user's YAML file are text, not code.
-    plain = lm_eval.utils.env
-    if not isinstance(plain, SandboxedEnvironment):
-        lm_eval.utils.env = SandboxedEnvironment(
-            undefined=plain.undefined, keep_trailing_newline=True
-        )
-        lm_eval.utils.env.filters["regex_replace"] = plain.filters["regex_replace"]
     try:
         settings = load_yaml(task.path)
         for key in ("tag", "group", "task_list"):

@@ -76,8 +76,7 @@ def scores(folder: Path, gguf: Path, data: Path, tmp_path_factory: Any) -> Suite
 
 def evaluate(target: Path, data: Path, **changes: Any) -> SuiteScores:
     options = {"suite": list(TASKS), "suite_data": str(data), "suite_fewshot": 1} | changes
-    found = tightfit.evaluate(str(target), **options)
-    assert isinstance(found, SuiteScores)
+    found: SuiteScores = tightfit.evaluate_suite(str(target), **options)
     return found
 
 
@@ -89,10 +88,10 @@ def peers(folder: Path, data: Path) -> dict[str, Any]:
     from lm_eval.models.huggingface import HFLM
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from tightfit.evaluation.suite_tasks import find_data, find_tasks, offline, open_task
+    from tightfit.evaluation.suite_tasks import contained, find_data, find_tasks, open_task
 
     library: Any = AutoTokenizer
-    with offline():
+    with contained():
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         peer = HFLM(
             pretrained=model, tokenizer=library.from_pretrained(folder), batch_size=4, device="cpu"

@@ -12,7 +12,7 @@ import pytest
 from tightfit.core.errors import UserError
 from tightfit.core.findings import Interval
 from tightfit.evaluation.suite import _TaskRows, compare_rows
-from tightfit.evaluation.suite_tasks import find_data, find_tasks, offline, open_task
+from tightfit.evaluation.suite_tasks import contained, find_data, find_tasks, offline, open_task
 
 OWN = """
 task: own
@@ -46,6 +46,26 @@ def test_a_missing_file_is_named_with_its_fields(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "place",
+    [
+        "openai/gsm8k/main/test.jsonl",
+        "openai/gsm8k/main/test-00000-of-00001.parquet",
+        "openai/gsm8k/main/data/test.csv",
+        "openai__gsm8k/main/test.json",
+        "gsm8k/main/test.jsonl",
+        "gsm8k/test.jsonl",
+        "gsm8k.jsonl",
+    ],
+)
+def test_rows_are_found_where_the_documentation_says(tmp_path: Path, place: str) -> None:
+    [task] = find_tasks(["gsm8k"], None, allows_code=False)
+    path = tmp_path / place
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"")
+    assert find_data(task, tmp_path, 0).splits == {"test": (path,)}
+
+
+@pytest.mark.parametrize(
     "line",
     [
         "process_docs: !function code.run",
@@ -74,14 +94,14 @@ def test_templates_reach_no_python(tmp_path: Path) -> None:
     text = OWN.replace("{{question}}", "{{question.__class__.__mro__[1].__subclasses__()}}")
     [task] = find_tasks(["own"], write_task(tmp_path / "own", text), allows_code=False)
     (tmp_path / "own.jsonl").write_text(json.dumps({"question": "q", "right": 0}) + "\n")
-    with offline(), pytest.raises(UserError, match="unsafe"):
+    with contained(), pytest.raises(UserError, match="unsafe"):
         open_task(find_data(task, tmp_path, 0), 0)
 
 
 def test_rows_without_a_field_are_one_error(tmp_path: Path) -> None:
     [task] = find_tasks(["own"], write_task(tmp_path / "own", OWN), allows_code=False)
     (tmp_path / "own.jsonl").write_text(json.dumps({"text": "q"}) + "\n")
-    with offline(), pytest.raises(UserError) as found:
+    with contained(), pytest.raises(UserError) as found:
         open_task(find_data(task, tmp_path, 0), 0)
     assert "own.jsonl" in found.value.problem
     assert "question, right" in found.value.remedy
@@ -91,7 +111,7 @@ def test_metrics_of_the_network_are_refused(tmp_path: Path) -> None:
     text = OWN + "metric_list: [{metric: ../evil}]\n"
     [task] = find_tasks(["own"], write_task(tmp_path / "own", text), allows_code=False)
     (tmp_path / "own.jsonl").write_text(json.dumps({"question": "q", "right": 0}) + "\n")
-    with offline(), pytest.raises(UserError, match="network"):
+    with contained(), pytest.raises(UserError, match="network"):
         open_task(find_data(task, tmp_path, 0), 0)
 
 
