@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import socket
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,40 @@ from tightfit.export.convert import convert_to_gguf
 
 TASKS = ("arc_easy", "gsm8k", "wikitext")
 LIMIT = 12
+NUM_STEPS = 200
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def ask_sum(number: int) -> str:
+    return f"How many are {number} foxes and {number + 1} dogs?"
+
+
+def learn_sums(folder: Path) -> None:
+    """Sure answers, every third sum wrong; those of a random model hang on its rounding."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    library: Any = AutoTokenizer
+    tokenizer = library.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    told = [
+        f"Question: {ask_sum(n)}\nAnswer: #### {2 * n + 1 + (n % 3 == 0)}\n\n" for n in range(LIMIT)
+    ]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    drawn = random.Random(0)
+    for _ in range(NUM_STEPS):
+        texts = ["".join(drawn.sample(told, 3)) + drawn.choice(SENTENCES) for _ in range(8)]
+        batch = tokenizer(texts, return_tensors="pt", padding=True)
+        labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+        model(**batch, labels=labels).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(folder)
 
 
 def write_data(folder: Path) -> Path:
@@ -36,10 +66,7 @@ def write_data(folder: Path) -> Path:
     ]
     for split in ("train", "test"):
         write_rows(folder / "allenai" / "ai2_arc" / "ARC-Easy" / f"{split}.jsonl", choices)
-    sums = [
-        {"question": f"How many are {n} foxes and {n + 1} dogs?", "answer": f"#### {2 * n + 1}"}
-        for n in range(LIMIT)
-    ]
+    sums = [{"question": ask_sum(n), "answer": f"#### {2 * n + 1}"} for n in range(LIMIT)]
     write_rows(folder / "gsm8k" / "main" / "test.jsonl", sums)
     write_rows(folder / "gsm8k" / "main" / "train.jsonl", sums)
     pages = [{"page": " ".join(SENTENCES[: 1 + n % 3] * (1 + 4 * n)) + "\n"} for n in range(6)]
@@ -49,7 +76,9 @@ def write_data(folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_llama(tmp_path_factory.mktemp("model"))
+    made = make_llama(tmp_path_factory.mktemp("model"), initializer_range=0.05)
+    learn_sums(made)
+    return made
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +164,7 @@ def test_scores_equal_those_of_lm_eval(scores: SuiteScores, peers: dict[str, Any
             error = value_of(score, results[score.task], "_stderr")
             assert score.scores["model"].error == pytest.approx(error, rel=1e-6)
     assert "llama.cpp" in scores.formats["small"]
-    # The tiny model's answers are all wrong: the texts say more than their score.
+    # Every answer, word by word, and a score that is neither of none nor of all of them.
     assert scores.path is not None
     own = [
         json.loads(path.read_text())["answers"]
@@ -146,8 +175,9 @@ def test_scores_equal_those_of_lm_eval(scores: SuiteScores, peers: dict[str, Any
     ]
     wanted = [sample["resps"][0][0] for sample in own_texts]
     assert len(own) == 2
-    assert own[0] == wanted
-    assert sum(a == b for a, b in zip(own[1], wanted, strict=True)) >= LIMIT - 2
+    assert own[0] == own[1] == wanted
+    strict = next(score for score in scores.metrics if score.filter == "strict-match")
+    assert strict.scores["model"].value == pytest.approx(8 / 12)
 
 
 def test_an_interrupted_evaluation_goes_on_at_the_next_pair(

@@ -128,6 +128,18 @@ def test_offline_holds_for_libraries_that_were_imported_before() -> None:
     assert (hub.HF_HUB_OFFLINE, os.environ.get("HF_HUB_OFFLINE")) == before
 
 
+def test_lm_eval_is_left_as_it_was() -> None:
+    import lm_eval.api.task
+    import lm_eval.utils
+
+    before = (lm_eval.utils.env, lm_eval.api.task.tqdm)
+    with pytest.raises(KeyError), contained():
+        assert lm_eval.utils.env is not before[0]
+        assert list(lm_eval.api.task.tqdm([1], disable=False)) == [1]
+        raise KeyError
+    assert (lm_eval.utils.env, lm_eval.api.task.tqdm) == before
+
+
 def rows_of(name: str, values: list[object], *, is_lower_better: bool = False) -> _TaskRows:
     return _TaskRows(
         key="",
