@@ -89,9 +89,11 @@ class _PlainLoader(yaml.SafeLoader):
     """YAML without objects of Python; functions are names."""
 
 
-_PlainLoader.add_constructor(
-    "!function", lambda loader, node: FunctionName(loader.construct_scalar(node))
-)
+def _name_function(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> FunctionName:
+    return FunctionName(loader.construct_scalar(node))
+
+
+_PlainLoader.add_constructor("!function", _name_function)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
