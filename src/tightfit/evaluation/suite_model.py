@@ -106,7 +106,7 @@ class EngineModel(TemplateLM):  # type: ignore[misc]
         scores: list[Score] = [(0.0, False)] * len(requests)
         done = 0
         for read, found in _score(self._engine, places):
-            for (number, _), score in zip(places[read], found, strict=True):
+            for (number, _wanted), score in zip(places[read], found, strict=True):
                 scores[number] = score
             done += len(found)
             self._report(done, len(requests))

@@ -104,7 +104,11 @@ def scores(folder: Path, gguf: Path, data: Path, tmp_path_factory: Any) -> Suite
 
 
 def evaluate(target: Path, data: Path, **changes: Any) -> SuiteScores:
-    options = {"suite": list(TASKS), "suite_data": str(data), "suite_fewshot": 1} | changes
+    options: dict[str, Any] = {
+        "suite": list(TASKS),
+        "suite_data": str(data),
+        "suite_fewshot": 1,
+    } | changes
     found: SuiteScores = tightfit.evaluate_suite(str(target), **options)
     return found
 
@@ -173,9 +177,9 @@ def test_scores_equal_those_of_lm_eval(scores: SuiteScores, peers: dict[str, Any
     own_texts = [
         sample for sample in peers["samples"]["gsm8k"] if sample["filter"] == "strict-match"
     ]
-    wanted = [sample["resps"][0][0] for sample in own_texts]
+    texts = [sample["resps"][0][0] for sample in own_texts]
     assert len(own) == 2
-    assert own[0] == own[1] == wanted
+    assert own[0] == own[1] == texts
     strict = next(score for score in scores.metrics if score.filter == "strict-match")
     assert strict.scores["model"].value == pytest.approx(8 / 12)
 
