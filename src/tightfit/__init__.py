@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from tightfit.api.compare import compare
     from tightfit.api.convert import convert
     from tightfit.api.estimate import estimate
-    from tightfit.api.evaluate import evaluate
+    from tightfit.api.evaluate import evaluate, evaluate_suite
     from tightfit.api.farm import farm
     from tightfit.api.generate import generate
     from tightfit.api.init import init
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "UserError": "core.errors",
     "buy": "api.plan",
+    "evaluate_suite": "api.evaluate",
     "longest": "api.plan",
     "list_runs": "api.runs",  # not `runs`: that is a package here
     "load": "api.chat",
@@ -66,6 +67,7 @@ __all__ = [
     "convert",
     "estimate",
     "evaluate",
+    "evaluate_suite",
     "farm",
     "generate",
     "init",

@@ -10,7 +10,14 @@ from tightfit.api.call import accepts_keywords
 from tightfit.api.options.common import Tools, complete_model, model_argument
 from tightfit.api.options.engines import read_template
 from tightfit.core.errors import NotFoundError, UsageError
-from tightfit.core.options import count_option, offer, read_word, switch_option, text_option
+from tightfit.core.options import (
+    count_option,
+    offer,
+    path_option,
+    read_word,
+    switch_option,
+    text_option,
+)
 from tightfit.core.packages import require_packages
 from tightfit.core.progress import Progress
 from tightfit.core.text import shorten
@@ -18,12 +25,14 @@ from tightfit.evaluation.metrics import METRICS
 
 if TYPE_CHECKING:
     from tightfit.evaluation.scores import Scores
+    from tightfit.evaluation.suite import SuiteScores
 
 
 METRIC_WORDS = ("auto", *METRICS)
 MAX_EVAL_ROWS = 10**9
 MAX_EVAL_BATCH = 65_536
 MAX_EVAL_NEW_TOKENS = 1_048_576
+MAX_FEWSHOT = 1000
 
 EVAL_EXAMPLES = """\b
 Examples:
@@ -32,6 +41,7 @@ Examples:
   tightfit eval runs/summaries --data samsum_test.jsonl --metric rouge
   tightfit eval runs/sql --data test.jsonl --beside runs/sql/merged --beside small.gguf
   tightfit eval ./my-model --data wiki.txt --metric loss --json
+  tightfit eval runs/sql --suite arc_easy --suite gsm8k --suite-data tasks --beside small.gguf
 """
 
 
@@ -91,6 +101,35 @@ class EvalOptions:
     save: str | None = text_option(
         "FOLDER", "Folder for the scores and every answer. [default: RUN/eval]", example="scores"
     )
+    suite: list[str] | None = text_option(
+        "TASK",
+        "Score on tasks of lm-eval instead, by name, group or tag. Repeatable.",
+        example="arc_easy",
+    )
+    suite_data: Path | None = path_option(
+        "Rows of the tasks: DATASET/SPLIT.jsonl or .parquet, DATASET as the task has it.",
+        example="tasks",
+        metavar="FOLDER",
+    )
+    suite_tasks: Path | None = path_option(
+        "Tasks of your own, as YAML files of lm-eval.", example="own", metavar="FOLDER"
+    )
+    suite_fewshot: int | None = count_option(
+        "Examples before each question. [default: as each task says]",
+        most=MAX_FEWSHOT,
+        example=5,
+        least=0,
+    )
+    suite_chat: bool = switch_option("Ask the tasks through the model's chat template.")
+    suite_code: bool = switch_option(
+        "Run Python code that the task files of --suite-tasks name, and tasks that run the model's."
+    )
+    context: int | None = count_option(
+        "Longest prompt and answer together of --suite, in tokens. "
+        "[default: the model's own, at most 4096]",
+        most=MAX_EVAL_NEW_TOKENS,
+        example=2048,
+    )
     settings: list[str] | None = text_option(
         "template=NAME",
         "Read the rows with another template than the run's or the tokenizer's.",
@@ -102,6 +141,18 @@ class EvalOptions:
 @accepts_keywords(EvalOptions)
 def evaluate(options: EvalOptions) -> Scores:
     """Score the model, and its base and the artefacts of `beside` where asked."""
+    if options.suite:
+        raise UsageError(
+            "`evaluate` scores on a data file, not on tasks.", remedy="tightfit.evaluate_suite"
+        )
+    given = {name: getattr(options, name) for name in SUITE_ONLY}
+    stated = next(
+        (name for name, one in given.items() if one is not None and one is not False), None
+    )
+    if stated is not None:
+        raise UsageError(
+            f"`--{stated.replace('_', '-')}` belongs to --suite.", remedy="--suite TASK"
+        )
     if options.data is None:
         raise UsageError(
             "No data to evaluate on was named.",
@@ -130,6 +181,56 @@ def evaluate(options: EvalOptions) -> Scores:
             limit=options.limit,
             batch=options.batch or DEFAULT_BATCH,
             max_new_tokens=options.max_new_tokens,
+            with_base=options.base,
+            beside=tuple(options.beside or ()),
+            template=template,
+            save_to=None if options.save is None else Path(options.save),
+            report=options.progress,
+        )
+    )
+
+
+SUITE_ONLY = (
+    "suite_data", "suite_tasks", "suite_fewshot", "suite_chat", "suite_code", "context",
+)  # fmt: skip
+DATA_ONLY = ("data", "tools", "metrics", "databases", "max_new_tokens")
+
+
+@accepts_keywords(EvalOptions)
+def evaluate_suite(options: EvalOptions) -> SuiteScores:
+    """Score the model, and its base and the artefacts of `beside`, on tasks of lm-eval."""
+    if not options.suite:
+        raise UsageError("No task was named.", remedy="--suite TASK")
+    stated = next((name for name in DATA_ONLY if getattr(options, name) is not None), None)
+    if stated is not None:
+        option = "metric" if stated == "metrics" else stated.replace("_", "-")
+        raise UsageError(
+            f"`--{option}` belongs to a data file, and `--suite` has its own.",
+            remedy=f"leave out --{option}, or --suite",
+        )
+    if options.suite_data is None:
+        raise UsageError(
+            "No data of the tasks was named; nothing is downloaded.",
+            remedy="--suite-data FOLDER with DATASET/test.jsonl for each task's dataset",
+        )
+    template = read_template(options.settings or ())
+    require_packages(
+        "Evaluation on tasks", "torch", "transformers", "peft", "lm_eval", extra="eval"
+    )
+    from tightfit.evaluation.suite import SuiteRequest, score_tasks
+
+    return score_tasks(
+        SuiteRequest(
+            target=options.target,
+            tasks=tuple(dict.fromkeys(options.suite)),
+            data=options.suite_data.expanduser(),
+            own_tasks=None if options.suite_tasks is None else options.suite_tasks.expanduser(),
+            allows_code=options.suite_code,
+            num_fewshot=options.suite_fewshot,
+            uses_chat=options.suite_chat,
+            limit=options.limit,
+            batch=options.batch,
+            context=options.context,
             with_base=options.base,
             beside=tuple(options.beside or ()),
             template=template,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tightfit.api.evaluate import EvalOptions, evaluate
+from tightfit.api.evaluate import EvalOptions, evaluate, evaluate_suite
 from tightfit.api.options.common import Output
 from tightfit.cli.terminal.output import announce, progress_bar, supports_unicode
 from tightfit.cli.terminal.screen import (
@@ -27,17 +27,30 @@ from tightfit.evaluation.scores import MetricScore, Scores
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from tightfit.evaluation.suite import SuiteScores
+
 MAX_ACROSS = 3
 """Models side by side; more of them stand below each other."""
 
 
 def eval(options: EvalOptions, output: Output) -> None:
     """Score, save and show."""
+    if options.suite:
+        _eval_suite(options, output)
+        return
     with progress_bar() as report:
         scores = evaluate(replace(options, progress=report))
     show_output(scores, _render(scores), as_json=output.as_json)
     if scores.answers_path is not None:
         announce(Path(scores.answers_path))
+
+
+def _eval_suite(options: EvalOptions, output: Output) -> None:
+    with progress_bar() as report:
+        scores = evaluate_suite(replace(options, progress=report))
+    show_output(scores, _render_suite(scores), as_json=output.as_json)
+    if scores.path is not None:
+        announce(Path(scores.path))
 
 
 def _render(scores: Scores) -> Iterator[RenderableType]:
@@ -72,6 +85,49 @@ def _render(scores: Scores) -> Iterator[RenderableType]:
         "In brackets the 95% interval: Wilson's and Newcombe's for shares of rows, else by "
         "resampling rows."
     )
+    yield from render_notes("Beware", scores.notes)
+
+
+def _render_suite(scores: SuiteScores) -> Iterator[RenderableType]:
+    num_tasks = count_of(len(scores.tasks), "task")
+    yield heading(f"{scores.model} on {num_tasks} of lm-eval {scores.lm_eval_version}")
+    for column in scores.columns:
+        yield plain(f"{column}: {scores.formats[column]}")
+    yield ""
+    rows: list[list[Cell]] = []
+    for score in scores.metrics:
+        for column, found in score.scores.items():
+            change = score.differences.get(column)
+            is_first = column == scores.columns[0]
+            style = ""
+            if change is not None and not change.low <= 0 <= change.high:
+                is_better = (change.value < 0) == score.is_lower_better
+                style = "bold green" if is_better else "bold red"
+            rows.append(
+                [
+                    score.task if is_first else "",
+                    score.title if is_first else "",
+                    f"{score.num_rows:,}" if is_first else "",
+                    column,
+                    f"{found.value:.3f}" + ("" if found.error is None else f" ±{found.error:.3f}"),
+                    ""
+                    if change is None
+                    else styled(
+                        f"{change.value:+.3f} [{change.low:+.3f} to {change.high:+.3f}]", style
+                    ),
+                ]
+            )
+    titles: list[str | Column] = ["*", "score", Column("rows", right=True), "model"]
+    titles += [Column("value", right=True), Column("to the base", right=True)]
+    yield make_table(titles, rows)
+    yield ""
+    yield plain(
+        "After ± the standard error; in brackets the 95% interval of the difference on the same "
+        "rows."
+    )
+    if len(scores.columns) > 1 and any(score.differences for score in scores.metrics):
+        for line in scores.changes or ("Nothing became significantly worse or better.",):
+            yield plain(line)
     yield from render_notes("Beware", scores.notes)
 
 
