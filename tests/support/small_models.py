@@ -291,7 +291,7 @@ def _family_settings(family: str) -> tuple[str, dict[str, Any]]:
             | granite
             | {"num_local_experts": 4, "shared_intermediate_size": 48}
             | {"layer_types": ["linear_attention", "full_attention"]}
-            | {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16},
+            | {"mamba_n_heads": 8, "mamba_d_state": 16},
         ),
         "lfm2": ("Lfm2", convolved | {"block_multiple_of": 8}),
     }
