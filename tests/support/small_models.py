@@ -126,14 +126,11 @@ FAMILIES = (
     "ministral3",
     "olmoe",
     "glm4_moe",
-    "dots1",
-    "minimax_m2",
     "hunyuan_moe",
     "granitemoeshared",
     "deepseek_v3",
     "glm4_moe_lite",
     "lfm2",
-    "mamba2",
     "granitemoehybrid",
 )
 """What `make_family` makes; `falcon` has the grouped heads of the 40B, `falcon-7b` a single one."""
@@ -219,8 +216,6 @@ def _family_settings(family: str) -> tuple[str, dict[str, Any]]:
     routed |= {"norm_topk_prob": True, "routed_scaling_factor": 1.5}
     latent: dict[str, Any] = {"q_lora_rank": 24, "kv_lora_rank": 32, "num_key_value_heads": 4}
     latent |= {"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 12}
-    mamba: dict[str, Any] = {"num_heads": 8, "head_dim": 16, "n_groups": 1, "state_size": 16}
-    mamba |= {"initializer_range": 0.12, "chunk_size": 32}
     convolved = _SIZES | {"layer_types": ["conv", "full_attention"]}
     known: dict[str, tuple[str, dict[str, Any]]] = {
         "llama": ("Llama", _SIZES),
@@ -272,8 +267,6 @@ def _family_settings(family: str) -> tuple[str, dict[str, Any]]:
         "ministral3": ("Ministral3", wide | {"rope_parameters": ministral}),
         "olmoe": ("Olmoe", sparse | {"num_key_value_heads": 4}),
         "glm4_moe": ("Glm4Moe", wide | routed | {"use_qk_norm": True, "attention_bias": True}),
-        "dots1": ("Dots1", wide | routed | {"num_key_value_heads": 4}),
-        "minimax_m2": ("MiniMaxM2", wide | {"num_local_experts": 6, "num_experts_per_tok": 3}),
         "hunyuan_moe": ("HunYuanMoEV1", wide | {"num_experts": 6, "moe_topk": 3}),
         "granitemoeshared": (
             "GraniteMoeShared",
@@ -284,7 +277,6 @@ def _family_settings(family: str) -> tuple[str, dict[str, Any]]:
             "Glm4MoeLite",
             _SIZES | routed | latent | {"mlp_layer_types": ["dense", "sparse"]},
         ),
-        "mamba2": ("Mamba2", mamba | {"hidden_size": 64, "num_hidden_layers": 2}),
         "granitemoehybrid": (
             "GraniteMoeHybrid",
             _SIZES

@@ -257,10 +257,10 @@ def _write_architecture(writer: Any, layout: GgufLayout, config: Any) -> list[st
     if layout.find_inner is not None:
         inner = layout.find_inner(config)
     writer.add_feed_forward_length(int(inner or 4 * config.hidden_size))
-    writer.add_head_count(int(config.num_attention_heads) if layout.has_attention else 0)
+    writer.add_head_count(int(config.num_attention_heads))
     writer.add_vocab_size(int(config.vocab_size))
     count_kv_heads = layout.list_kv_heads or layout.count_kv_heads
-    writer.add_head_count_kv(count_kv_heads(config) if layout.has_attention else 0)
+    writer.add_head_count_kv(count_kv_heads(config))
     if hasattr(config, "rms_norm_eps"):
         writer.add_layer_norm_rms_eps(float(config.rms_norm_eps))
     else:

@@ -153,7 +153,6 @@ class GgufLayout:
     drops_later_layers: bool = False
     """Checkpoints have layers behind the last one, which predict several tokens at a time.
     transformers leaves them out too."""
-    has_attention: bool = True
     keeps_mxfp4: bool = False
     """Experts published in MXFP4 go into the file as they are."""
     has_rotary: bool = True

@@ -432,7 +432,7 @@ EXPERT_FAMILIES = (
         gguf_name="glm4moe",
         gguf=layouts.GLM4_MOE_GGUF,
     ),
-    Family(model_types=("dots1",), read=read_dots1, gguf=layouts.DOTS1_GGUF),
+    Family(model_types=("dots1",), read=read_dots1),
     _DEEPSEEK,
     replace(
         _DEEPSEEK,
@@ -447,13 +447,7 @@ EXPERT_FAMILIES = (
         gguf_name="deepseek2",
         gguf=layouts.DEEPSEEK_GGUF,
     ),
-    Family(
-        model_types=("minimax_m2",),
-        read=read_minimax_m2,
-        has_router_loss=True,
-        gguf_name="minimax-m2",
-        gguf=layouts.MINIMAX_M2_GGUF,
-    ),
+    Family(model_types=("minimax_m2",), read=read_minimax_m2, has_router_loss=True),
     Family(
         model_types=("llama4_text", "llama4"),
         mlp_module="",

@@ -286,22 +286,12 @@ def _find_grouped_heads(config: Any) -> str | None:
     return "grouped heads" if is_grouped else None
 
 
-def _find_dots1_obstacle(config: Any) -> str | None:
-    return _find_grouped_heads(config) or _find_attention_bias(config)
-
-
 def _find_olmoe_obstacle(config: Any) -> str | None:
     if config.clip_qkv is not None:
         return "clipped queries, keys and values (clip_qkv)"
     if config.norm_topk_prob:
         return "experts whose weights are made to add up to one (norm_topk_prob: true)"
     return _find_grouped_heads(config) or _find_olmo_obstacle(config)
-
-
-def _write_minimax_m2(writer: Any, _config: Any) -> None:
-    import gguf
-
-    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
 
 
 def _find_hunyuan_moe_obstacle(config: Any) -> str | None:
@@ -326,20 +316,6 @@ GLM4_MOE_GGUF = GgufLayout(
     find_obstacle=_find_late_dense_layers,
     drops_later_layers=True,
     write_attention=_write_routed,
-    read_settings=None,
-)
-DOTS1_GGUF = GgufLayout(
-    needs_head=True,
-    expert_inner_key="moe_intermediate_size",
-    find_obstacle=_find_dots1_obstacle,
-    write_attention=_write_routed,
-    read_settings=None,
-)
-MINIMAX_M2_GGUF = GgufLayout(
-    needs_head=True,
-    expert_inner_key="intermediate_size",
-    drops_later_layers=True,
-    write_attention=_write_minimax_m2,
     read_settings=None,
 )
 HUNYUAN_MOE_GGUF = GgufLayout(

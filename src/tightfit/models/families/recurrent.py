@@ -6,7 +6,6 @@ runs from token to token is counted by the projections that feed it.
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -640,24 +639,6 @@ _QWEN3_5_MOE = replace(
 )
 
 
-def _find_mamba2_obstacle(config: Any) -> str | None:
-    if config.use_bias or not config.use_conv_bias:
-        return "biases in its projections, or none in its convolution"
-    if config.n_groups != 1:
-        return "a norm over all groups of heads (n_groups)"
-    lowest, highest = config.time_step_limit
-    return None if (lowest, highest) == (0.0, math.inf) else "time steps with limits"
-
-
-def _write_mamba2(writer: Any, config: Any) -> None:
-    writer.add_layer_norm_rms_eps(float(config.layer_norm_epsilon))
-    writer.add_ssm_conv_kernel(int(config.conv_kernel))
-    writer.add_ssm_inner_size(int(config.expand * config.hidden_size))
-    writer.add_ssm_state_size(int(config.state_size))
-    writer.add_ssm_time_step_rank(int(config.num_heads))
-    writer.add_ssm_group_count(int(config.n_groups))
-
-
 def _find_granite_hybrid_obstacle(config: Any) -> str | None:
     if config.mamba_proj_bias or not config.mamba_conv_bias:
         return "biases in its projections, or none in its convolution"
@@ -685,14 +666,6 @@ def _write_granite_hybrid(writer: Any, config: Any) -> None:
     writer.add_ssm_group_count(int(config.mamba_n_groups))
 
 
-_MAMBA2_GGUF = GgufLayout(
-    rearrangement=Rearrangement.STATE_SPACE,
-    has_attention=False,
-    has_rotary=False,
-    find_obstacle=_find_mamba2_obstacle,
-    write_attention=_write_mamba2,
-    read_settings=None,
-)
 _GRANITE_HYBRID_GGUF = GgufLayout(
     rearrangement=Rearrangement.STATE_SPACE,
     has_rotary=False,
@@ -765,11 +738,5 @@ RECURRENT_FAMILIES = (
         takes_positions=False,
     ),
     _MAMBA,
-    replace(
-        _MAMBA,
-        model_types=("mamba2",),
-        read=read_mamba2,
-        lora_excludes=("out_proj",),
-        gguf=_MAMBA2_GGUF,
-    ),
+    replace(_MAMBA, model_types=("mamba2",), read=read_mamba2, lora_excludes=("out_proj",)),
 )
