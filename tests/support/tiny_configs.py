@@ -279,7 +279,6 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": _LINEAR_HEADS,
     "exaone4": {"sliding_window": None, "layer_types": ["full_attention"] * 2},
     "olmoe": {"num_key_value_heads": 4},
-    "dots1": {"num_key_value_heads": 4},
     "gpt_oss": {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}},
     "deepseek_v2": {"v_head_dim": 16},
     "deepseek_v3": {"v_head_dim": 16},
@@ -294,7 +293,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "jamba": {"mamba_dt_rank": 4},  # bitsandbytes compiles a function for odd ones
     "nemotron_h": {"mamba_num_heads": 8},
     "mamba": {"time_step_rank": 4},
-    "mamba2": {"num_heads": 8, "n_groups": 1},
+    "mamba2": {"num_heads": 8},
     "falcon_mamba": {"time_step_rank": 4},
 }
 
