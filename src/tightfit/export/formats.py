@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
+from typing import Any
 
 from tightfit.core.errors import UsageError
 from tightfit.core.text import did_you_mean
@@ -189,6 +189,20 @@ def _gptq(bits: int, step: StepKind, *, tuning_steps: int) -> ExportFormat:
     return register_format(record)
 
 
+def _compressed(name: str, bits: int, step: StepKind, **more: Any) -> ExportFormat:
+    record = ExportFormat(
+        name=name,
+        writer="tightfit.export.quantize.gptq:GptqWriter",
+        bits=bits,
+        step=step,
+        engine_name=name,
+        scheme=name,
+        colour="#7a4fa3",
+        **{"calibration": CalibrationUse.ALWAYS, **more},
+    )
+    return register_format(record)
+
+
 def _gguf(name: str, ggml_type: str, step: StepKind) -> ExportFormat:
     # Q8_0's codes do not depend on the importance of inputs; K-quants weigh their rounding errors.
     is_weighed = ggml_type.endswith("_K")
@@ -226,53 +240,19 @@ GPTQ_8 = _gptq(8, StepKind.Q8, tuning_steps=0)
 GPTQ_4 = _gptq(4, StepKind.GPTQ4, tuning_steps=20)
 GPTQ_3 = _gptq(3, StepKind.Q3, tuning_steps=50)
 GPTQ_2 = _gptq(2, StepKind.Q2, tuning_steps=50)
-_compressed = partial(
-    ExportFormat,
-    writer="tightfit.export.quantize.gptq:GptqWriter",
-    calibration=CalibrationUse.ALWAYS,
-    colour="#7a4fa3",
-)
-# FP8 asks nothing of the inputs: their scales are found while the model runs.
 FP8 = _compressed(
-    name="fp8",
-    scheme="fp8",
-    engine_name="fp8",
-    bits=8,
-    step=StepKind.FP8,
+    "fp8",
+    8,
+    StepKind.FP8,
+    # The scales of inputs are found while the model runs.
     calibration=CalibrationUse.NEVER,
     takes_tuning=False,
     group_size=-1,
     group_bits=32.0,
 )
-W4A16 = _compressed(
-    name="w4a16",
-    scheme="w4a16",
-    engine_name="w4a16",
-    bits=4,
-    step=StepKind.GPTQ4,
-    tuning_steps=20,
-    group_bits=16.0,
-)
-MXFP4 = _compressed(
-    name="mxfp4",
-    scheme="mxfp4",
-    engine_name="mxfp4",
-    bits=4,
-    step=StepKind.FP4,
-    group_size=32,
-    group_bits=8.0,
-)
-NVFP4 = _compressed(
-    name="nvfp4",
-    scheme="nvfp4",
-    engine_name="nvfp4",
-    bits=4,
-    step=StepKind.FP4,
-    group_size=16,
-    group_bits=8.0,
-)
-for _record in (FP8, W4A16, MXFP4, NVFP4):
-    register_format(_record)
+W4A16 = _compressed("w4a16", 4, StepKind.GPTQ4, tuning_steps=20, group_bits=16.0)
+MXFP4 = _compressed("mxfp4", 4, StepKind.FP4, group_size=32, group_bits=8.0)
+NVFP4 = _compressed("nvfp4", 4, StepKind.FP4, group_size=16, group_bits=8.0)
 Q8_0 = _gguf("q8_0", "Q8_0", StepKind.Q8)
 Q6_K = _gguf("q6_k", "Q6_K", StepKind.Q6)
 Q5_K_M = _gguf("q5_k_m", "Q5_K", StepKind.Q5)

@@ -132,8 +132,7 @@ def make_name_lookup(family: Family, num_layers: int) -> Callable[[str], str | N
             name = name.removeprefix("transformer.")
         name += ".weight" if name.endswith(".sinks") else ""
         # Of two names for the same part of a layer, the map has all forms of one alone.
-        bare = name.removeprefix("model.")
-        spellings = (name, name.replace(".block_sparse_moe.", ".mlp."), bare)
+        spellings = (name, name.replace(".block_sparse_moe.", ".mlp."))
         found = (names.get_name(spelt, try_suffixes=(".weight", ".bias")) for spelt in spellings)
         return next(filter(None, found), None)
 

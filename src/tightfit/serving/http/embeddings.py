@@ -30,6 +30,7 @@ from tightfit.serving.http.schemas import (
     ResponseBody,
     Text,
     TokenId,
+    list_texts,
 )
 
 
@@ -58,11 +59,7 @@ class EmbeddingRequest(RequestBody):
     @property
     def inputs(self) -> list[str | tuple[int, ...]]:
         """Each input by itself."""
-        if isinstance(self.input, str) or isinstance(self.input[0], int):
-            given: Any = [self.input]
-        else:
-            given = self.input
-        return [one if isinstance(one, str) else tuple(one) for one in given]
+        return list_texts(self.input)
 
 
 class Embedding(ResponseBody):

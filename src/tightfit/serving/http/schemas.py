@@ -329,11 +329,14 @@ class CompletionRequest(AnswerRequest):
     @property
     def prompts(self) -> list[str | tuple[int, ...]]:
         """Each prompt by itself."""
-        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
-            given: Any = [self.prompt]
-        else:
-            given = self.prompt
-        return [one if isinstance(one, str) else tuple(one) for one in given]
+        return list_texts(self.prompt)
+
+
+def list_texts(given: Any) -> list[str | tuple[int, ...]]:
+    """Each by itself, of a text, several, or the same as tokens."""
+    if isinstance(given, str) or isinstance(given[0], int):
+        given = [given]
+    return [one if isinstance(one, str) else tuple(one) for one in given]
 
 
 # Response bodies, for the OpenAPI description; `answers.py` writes them.
